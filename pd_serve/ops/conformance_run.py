@@ -1,0 +1,102 @@
+"""`pd-serve conformance`: brings up what is compared, compares, takes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pd_serve.config import AppConfig
+from pd_serve.engine.vllm_args import engine_args, environment
+from pd_serve.model_dir import is_hub_name, resolve_model
+from pd_serve.ops.ask import wait_ready
+from pd_serve.ops.check import check
+from pd_serve.ops.conformance import Report, compare
+from pd_serve.ops.conformance_cases import Case, quick_cases
+from pd_serve.ops.local_cluster import LocalCluster, free_port
+from pd_serve.ops.reference import reference_server
+from pd_serve.types import Role
+
+QUICK_PROMPTS = 20
+SHOWN = 20
+
+
+@contextmanager
+def reference_of(app: AppConfig, port: int, log: Path) -> Iterator[str]:
+    """vLLM's own server with the engine arguments of the application's decode pool, without any hand-off."""
+    model = resolve_model(app.model.path)
+    arguments = {**engine_args(app, Role.DECODE, model=model, kv=None), **app.model.frontend_args}
+    env = environment(app, Role.DECODE, offline=not is_hub_name(app.model.path))
+    with reference_server(arguments, app.model.served_name, port, env, log) as base_url:
+        yield base_url
+
+
+def run_managed(config: str, seed: int | None, console: Console) -> Report:
+    """Serve `config` in float32 and vLLM beside it, and compare them.
+
+    Raises:
+        ConfigError: the config is wrong.
+        PdServeError: one of them did not start.
+    """
+    port = free_port()
+    checked = check(config, host="127.0.0.1", port=port, serve_schema=False)
+    serve = in_float32(checked.serve)
+    app = AppConfig.model_validate(serve["applications"][0]["args"])
+    if seed is None:
+        seed = secrets.randbelow(1 << 31)
+    console.print(f"seed {seed} (--seed repeats it), float32, blocks of {app.model.block_size} tokens", highlight=False)
+    with ExitStack() as running:
+        directory = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="pd-conf-")))
+        with console.status("starting pd_serve and vLLM's own server"):
+            cluster = LocalCluster(serve)
+            running.callback(cluster.stop)
+            reference = running.enter_context(reference_of(app, free_port(), directory / "vllm.log"))
+            cluster.wait_running()
+            base_url = f"http://127.0.0.1:{port}"
+            wait_ready(base_url, 300.0, lambda: None)
+        cases = quick_cases(app.model.block_size, QUICK_PROMPTS, seed)
+        return run_compare(base_url, reference, app.model.served_name, cases, app.min_handoff_tokens, console)
+
+
+def in_float32(serve: dict[str, Any]) -> dict[str, Any]:
+    """The same Serve config with the model in float32, in which batches do not change greedy answers."""
+    application = serve["applications"][0]
+    args = {**application["args"], "model": {**application["args"].get("model", {}), "dtype": "float32"}}
+    return {**serve, "applications": [{**application, "args": args}]}
+
+
+def run_compare(
+    base_url: str, reference: str, model: str, cases: list[Case], block_size: int | None, console: Console
+) -> Report:
+    """Compare with a progress bar, then print what was found."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("comparing", total=len(cases))
+        report = asyncio.run(
+            compare(base_url, reference, model, cases, block_size, lambda done: progress.update(task, completed=done))
+        )
+    show(report, console)
+    return report
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the verdict and the first differences."""
+    for difference in report.differences[:SHOWN]:
+        console.print(f"[red]differs[/] {difference.case}: {difference.what}", highlight=False)
+    if len(report.differences) > SHOWN:
+        console.print(f"... and {len(report.differences) - SHOWN} more", highlight=False)
+    for line in report.held:
+        console.print(f"[red]still held[/] {line}", highlight=False)
+    verdict = "[green]passed[/]" if report.passed else "[red]failed[/]"
+    console.print(
+        f"{verdict}: {report.compared} answers compared, {len(report.differences)} differences; "
+        f"KV moved for {report.moved} of them, {report.moved_bytes / 1e6:.1f} MB",
+        highlight=False,
+    )

@@ -1,0 +1,1 @@
+"""The production policies on virtual time: clusters that no one owns, judged before they are built."""

@@ -1,0 +1,1 @@
+"""What arrives when: generators with published distributions, and traces in files."""

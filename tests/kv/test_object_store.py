@@ -1,0 +1,191 @@
+"""The object store transport on a real Ray cluster, without vLLM: ends in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_serve.errors import TransferFailed
+from pd_serve.kv.envelope import Envelope
+from pd_serve.kv.transport.object_store import ObjectStoreEnd
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+ENVELOPE = Envelope(
+    handoff_id="h",
+    source="p",
+    fingerprint="f",
+    prompt_tokens=4,
+    prompt_hash=b"",
+    rank=0,
+    layers=1,
+    blocks=1,
+    page_bytes=1,
+)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    import ray
+
+    directory = tempfile.mkdtemp(prefix="pdo")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(
+        address="local",
+        _temp_dir=directory,
+        include_dashboard=False,
+        num_cpus=4,
+        object_store_memory=100 * MIB,
+        log_to_driver=False,
+        namespace="pd_serve",
+    )
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def target(ray_address: str) -> Iterator[ObjectStoreEnd]:
+    end = ObjectStoreEnd(ray_address, f"d{time.monotonic_ns()}", receives=True)
+    end.wait_ready(60)
+    yield end
+    end.close()
+
+
+@pytest.fixture
+def source(ray_address: str) -> Iterator[ObjectStoreEnd]:
+    end = ObjectStoreEnd(ray_address, "p", receives=False)
+    yield end
+    end.close()
+
+
+def envelope(handoff_id: str) -> Envelope:
+    return msgspec.structs.replace(ENVELOPE, handoff_id=handoff_id)
+
+
+def used_bytes() -> float:
+    import ray
+
+    total, free = ray.cluster_resources()["object_store_memory"], ray.available_resources()["object_store_memory"]
+    return float(total - free)
+
+
+def eventually(condition: Any, within_s: float = 10.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("take_first", [True, False])
+def test_pages_arrive(source: ObjectStoreEnd, target: ObjectStoreEnd, take_first: bool) -> None:
+    pages = os.urandom(3 * MIB)
+    take = target.take("h", 20.0) if take_first else None
+    source.offer(target.address(), envelope("h"), memoryview(pages), 20.0).result(20)
+    if take is None:
+        eventually(lambda: target.held() == 1)
+        take = target.take("h", 20.0)
+    payload = take.result(20)
+    assert payload.pages == pages
+    assert payload.pages.readonly
+    assert payload.envelope == envelope("h")
+    target.release("h")
+    assert target.held() == 0
+
+
+@pytest.mark.case("B86")
+def test_the_store_does_not_fill(source: ObjectStoreEnd, target: ObjectStoreEnd) -> None:
+    """Four times what the store holds goes through; every fifth is withdrawn, every seventh never taken."""
+    pages = memoryview(bytes(4 * MIB))
+    for number in range(100):
+        handoff_id = f"h{number}"
+        if number % 5 == 0:
+            target.withdraw(handoff_id, "cancelled")
+        lease_s = 0.5 if number % 7 == 1 else 20.0
+        source.offer(target.address(), envelope(handoff_id), pages, lease_s).result(20)
+        if number % 5 and number % 7 != 1:
+            assert target.take(handoff_id, 20.0).result(20).pages.nbytes == pages.nbytes
+            target.release(handoff_id)
+    eventually(lambda: target.held() == 0)
+    eventually(lambda: used_bytes() == 0, within_s=30)
+
+
+@pytest.mark.case("B86")
+@pytest.mark.case("B15")
+def test_the_death_of_the_sender_is_a_failed_take(ray_address: str, target: ObjectStoreEnd) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, msgspec, time\n"
+        "from pd_serve.kv.envelope import Envelope\n"
+        "from pd_serve.kv.transport.object_store import ObjectStoreEnd\n"
+        "from pd_serve.types import KvAddress\n"
+        "address, engine_id, envelope = sys.argv[1:]\n"
+        "end = ObjectStoreEnd(address, 'p', receives=False)\n"
+        "envelope = msgspec.json.decode(envelope, type=Envelope)\n"
+        "end.offer(KvAddress('object_store', engine_id), envelope, memoryview(bytes(2**21)), 30.0).result(30)\n"
+        "print('offered', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    arguments = [ray_address, target.address().engine_id, msgspec.json.encode(envelope("dead")).decode()]
+    sender = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    assert sender.stdout is not None
+    assert "offered" in sender.stdout.readline()
+    eventually(lambda: target.held() == 1)
+    os.kill(sender.pid, signal.SIGKILL)
+    sender.wait()
+    time.sleep(2)
+    began = time.monotonic()
+    with pytest.raises(TransferFailed, match="lost"):
+        target.take("dead", 20.0).result(20)
+    assert time.monotonic() - began < 5
+    target.release("dead")
+    assert target.held() == 0
+
+
+def test_nobody_there_is_unreachable(source: ObjectStoreEnd, ray_address: str) -> None:
+    gone = ObjectStoreEnd(ray_address, "gone", receives=True)
+    gone.wait_ready(60)
+    source.offer(gone.address(), envelope("a"), memoryview(b"x"), 5.0).result(20)
+    gone.close()
+    for attempt in range(2):
+        with pytest.raises(TransferFailed, match="unreachable"):
+            source.offer(gone.address(), envelope(f"b{attempt}"), memoryview(b"x"), 5.0).result(20)
+
+
+def test_leases_end_takes_and_offers(source: ObjectStoreEnd, target: ObjectStoreEnd) -> None:
+    with pytest.raises(TransferFailed, match="expired"):
+        target.take("never", 0.2).result(10)
+    source.offer(target.address(), envelope("untaken"), memoryview(b"x"), 0.2).result(20)
+    eventually(lambda: target.held() == 1, 2)
+    eventually(lambda: target.held() == 0)
+    with pytest.raises(TransferFailed, match="expired"):
+        target.take("untaken", 5.0).result(5)
+
+
+def test_withdrawing_ends_a_take_at_once(target: ObjectStoreEnd) -> None:
+    take = target.take("w", 60.0)
+    began = time.monotonic()
+    target.withdraw("w", "prefill_failed")
+    with pytest.raises(TransferFailed, match="prefill_failed"):
+        take.result(5)
+    assert time.monotonic() - began < 1
+
+
+def test_closing_ends_everything(ray_address: str) -> None:
+    end = ObjectStoreEnd(ray_address, "closing", receives=True)
+    take = end.take("x", 60.0)
+    end.close()
+    end.close()
+    with pytest.raises(TransferFailed, match="lost"):
+        take.result(5)
