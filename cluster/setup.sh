@@ -47,8 +47,8 @@ install_torch() {
   then return; fi
   say "installing $pin"
   log=$(mktemp)
-  if ! "$VENV/bin/pip" install --quiet --no-deps "$pin" 2>"$log" &&
-    ! "$VENV/bin/pip" install --quiet --no-deps --index-url "$TORCH_INDEX" "$pin" 2>>"$log"; then
+  if ! "$VENV/bin/pip" install -qq --no-deps "$pin" 2>"$log" &&
+    ! "$VENV/bin/pip" install -qq --no-deps --index-url "$TORCH_INDEX" "$pin" 2>>"$log"; then
     tail -n 3 "$log" >&2
     rm -f "$log"
     die "$pin (a CPU build) was found neither by pip's own configuration nor at TORCH_INDEX=$TORCH_INDEX; set TORCH_INDEX to an index that has it"
@@ -64,8 +64,8 @@ install_packages() {
   rm -f "$STAMP"
   install_torch
   say "installing $(grep -c == "$LOCK") packages from $LOCK"
-  "$VENV/bin/pip" install --quiet --no-deps -r "$LOCK" || die "a package of $LOCK could not be installed (see above)"
-  "$VENV/bin/pip" install --quiet --no-deps --no-build-isolation --editable . || die "pd_serve itself could not be installed"
+  "$VENV/bin/pip" install -qq --no-deps -r "$LOCK" || die "a package of $LOCK could not be installed (see above)"
+  "$VENV/bin/pip" install -qq --no-deps --no-build-isolation --editable . || die "pd_serve itself could not be installed"
   say "checking that transformers, vLLM and Ray can be imported"
   "$VENV/bin/python" -c 'import transformers, vllm, ray' >/dev/null 2>"$VENV/.import.log" ||
     { tail -n 3 "$VENV/.import.log" >&2; die "the installed packages cannot be imported"; }

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
+
+import pytest
 from hypothesis import settings
 
 # A busy machine is no finding.
 settings.register_profile("pd_serve", deadline=None, max_examples=100)
 settings.load_profile("pd_serve")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that is named after a public failure case is one of it."""
+    for item in items:
+        if named := re.match(r"test_(b\d\d)_", item.name):
+            item.add_marker(pytest.mark.case(named[1].upper()))
+
+
+@pytest.fixture
+def full_length() -> bool:
+    """Whether cases run at the length that their description gives, or short."""
+    return os.environ.get("PD_SERVE_CASES") == "full"

@@ -85,6 +85,11 @@ class FakeEngine:
         """Times that a sequence had to give up its blocks."""
         return self._scheduler.preemptions
 
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV was computed here, again after a preemption."""
+        return self._scheduler.computed_tokens
+
     async def start(self) -> EngineDescription:
         settings = self._settings
         kv_tokens = self._pool.total * self._model.block_size

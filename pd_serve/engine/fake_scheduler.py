@@ -97,6 +97,7 @@ class Scheduler:
         self.aside: set[Sequence] = set()
         """Loading or held."""
         self.preemptions = 0
+        self.computed_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -147,6 +148,7 @@ class Scheduler:
         """Compute the chunk's tokens."""
         sequence, before = chunk.sequence, len(chunk.sequence.cache)
         self._model.compute(sequence.cache, sequence.token_ids[before : before + chunk.tokens])
+        self.computed_tokens += chunk.tokens
         self._keep_full_blocks(sequence, before)
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:

@@ -54,8 +54,8 @@ def parse_keys(text: str, source: str) -> KeyRing:
         ConfigError: a key is too short, or given twice.
     """
     keys: dict[bytes, ApiKey] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        line = line.strip()
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
         if not line or line.startswith("#"):
             continue
         tenant, _, key = line.rpartition(":")

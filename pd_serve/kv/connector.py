@@ -91,7 +91,7 @@ class PdConnector(KVConnectorBase_V1):
         self.worker_side.run_saves(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker_side.collect_finished()
+        return None, self.worker_side.collect_finished(self._step())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.failed_blocks()

@@ -78,6 +78,8 @@ class PdMetadata(KVConnectorMetadata):
     """Hand-offs whose load nobody waits for any more."""
     drops: list[tuple[str, str]] = field(default_factory=list)
     """(hand-off id, reason): will not be loaded at all."""
+    idle: bool = False
+    """The step computes nothing."""
 
 
 @dataclass

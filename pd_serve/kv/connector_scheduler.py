@@ -182,6 +182,7 @@ class SchedulerSide:
         if self._gives:
             self._follow_blocks(output)
         metadata, self._metadata = self._metadata, PdMetadata()
+        metadata.idle = output.total_num_scheduled_tokens == 0
         return metadata
 
     def _follow_blocks(self, output: SchedulerOutput) -> None:

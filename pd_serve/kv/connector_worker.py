@@ -26,6 +26,9 @@ from pd_serve.kv.transport.base import Payload, Transport
 logger = logging.getLogger(__name__)
 
 COPY_THREADS = 2
+IDLE_WAIT_S = 0.005
+"""How long a step that computes nothing waits for a load to end. The engine steps all the time while a request waits for
+its KV; without this it would keep a core busy that prefill may need. A new request waits no longer than this."""
 
 
 class _Load:
@@ -52,7 +55,7 @@ class WorkerSide:
         self.transport = transport
         self._blocks: KvBlocks | None = None
         self._fingerprint = ""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._gives = Ledger()
         self._takes = Ledger()
         self._loads: dict[str, _Load] = {}
@@ -210,12 +213,15 @@ class WorkerSide:
                 self._takes.done(job.handoff.id, now)
             self._loads.pop(job.handoff.id, None)
             self._ended.append(result)
+            self._lock.notify()
 
     # ------------------------------------------------------------------------------------ what has ended
 
-    def collect_finished(self) -> set[str]:
+    def collect_finished(self, metadata: PdMetadata) -> set[str]:
         """Requests whose load ended since the last call, well or not; the next two methods are about the same ones."""
         with self._lock:
+            if metadata.idle and self._loads and not self._ended:
+                self._lock.wait(IDLE_WAIT_S)
             self._reported, self._ended = self._ended, []
         return {result.request_id for result in self._reported}
 

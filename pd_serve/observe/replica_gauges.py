@@ -1,4 +1,4 @@
-"""Gauges of every replica, made from the view at the moment of a scrape: a replica that left leaves no series behind."""
+"""Gauges of every replica, made from the view at a scrape: a replica that left leaves no series behind."""
 
 from __future__ import annotations
 

@@ -20,6 +20,10 @@ class Line:
     def __init__(self) -> None:
         self._places: deque[Place] = deque()
 
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._places)
+
     @contextmanager
     def place(self) -> Iterator[Place]:
         """A request's place, left at the latest at the end of the block."""
@@ -37,8 +41,8 @@ class Place:
         self._places = places
         self._is_first = asyncio.Event()
 
-    async def turn(self, until: float) -> None:
-        """Return when nobody waits in front.
+    async def turn(self, until: float) -> bool:
+        """Return when nobody waits in front; True when it had to wait for that.
 
         Args:
             until: on the monotonic clock.
@@ -46,12 +50,12 @@ class Place:
         Raises:
             DeadlineExceeded: it was not its turn until then.
         """
-        if not self._places:
-            return
+        if not self._places or self._places[0] is self:
+            return False
         self.join()
         try:
             async with asyncio.timeout(until - time.monotonic()):
-                await self._is_first.wait()
+                return await self._is_first.wait()
         except TimeoutError:
             raise DeadlineExceeded("the request's time budget ran out while it waited (decode_full)") from None
 

@@ -82,7 +82,9 @@ class RemoteReplica:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stats = EngineStats()
-        self._heard = self._connected = time.monotonic()
+        self._heard = time.monotonic()
+        self._unanswered = 0
+        """Pings since anything came. Not seconds: after a pause of this process no replica was silent."""
         self._healthy = False
         self._draining = False
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._ping())]
@@ -174,7 +176,7 @@ class RemoteReplica:
         while True:
             try:
                 self._wire = self._connect(self.info)
-                self._connected = time.monotonic()
+                self._unanswered = 0
                 self._wire.send(frames.Ping())
                 while True:
                     self._on_message(await self._wire.receive())
@@ -183,7 +185,7 @@ class RemoteReplica:
             await asyncio.sleep(RECONNECT_S)
 
     def _on_message(self, message: frames.ToIngress) -> None:
-        self._heard = time.monotonic()
+        self._heard, self._unanswered = time.monotonic(), 0
         match message:
             case frames.Frame(deltas=deltas):
                 for delta in deltas:
@@ -218,7 +220,8 @@ class RemoteReplica:
         while True:
             await asyncio.sleep(PING_S)
             self._try_send(frames.Ping())
-            if self._wire and time.monotonic() - max(self._heard, self._connected) > LOST_AFTER_S:
+            self._unanswered += 1
+            if self._wire and self._unanswered * PING_S > LOST_AFTER_S:
                 self._wire.close()  # `_stay_connected` hears of it and tries anew
 
     def _silence(self) -> float:
@@ -243,7 +246,7 @@ class RemoteReplica:
     def _state(self) -> ReplicaState:
         if self._draining:
             return ReplicaState.DRAINING
-        if self._wire is None or not self._healthy or self._silence() > SUSPECT_AFTER_S:
+        if self._wire is None or not self._healthy or self._unanswered * PING_S > SUSPECT_AFTER_S:
             return ReplicaState.SUSPECT
         return ReplicaState.READY
 

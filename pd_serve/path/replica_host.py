@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
 from pd_serve.engine.base import Engine
-from pd_serve.errors import DeadlineExceeded, Draining, EngineFailed, PdServeError
+from pd_serve.errors import DeadlineExceeded, Draining, EngineFailed, PdServeError, ReplicaLost
 from pd_serve.path import frames
 from pd_serve.path.channel import ReplicaWire
 from pd_serve.path.frames import ToReplica
@@ -38,7 +38,8 @@ class ReplicaHost:
         self._legs: dict[str, asyncio.Task[None]] = {}
         self._peers: dict[str, ReplicaWire] = {}
         self._legs_of: dict[str, set[str]] = defaultdict(set)
-        self._heard: dict[str, float] = {}
+        self._silent_rounds: dict[str, int] = {}
+        """Reports since each ingress was last heard. Not seconds: after a pause of this process nobody was silent."""
         self._frames: dict[str, list[Delta]] = defaultdict(list)
         self._flush_scheduled = False
         self._draining = False
@@ -54,7 +55,7 @@ class ReplicaHost:
     def on_message(self, wire: ReplicaWire, message: ToReplica) -> None:
         """Handle one message of an ingress."""
         self._peers[wire.peer] = wire
-        self._heard[wire.peer] = time.monotonic()
+        self._silent_rounds[wire.peer] = 0
         match message:
             case frames.SubmitDecode(request=request):
                 self._start_leg(wire, Role.DECODE, request, self._decode(wire, message))
@@ -176,13 +177,21 @@ class ReplicaHost:
         wire.send(frames.Stats(stats, healthy=not reason, draining=self._draining, reason=reason))
 
     def _drop_silent_ingresses(self) -> None:
-        silent_since = time.monotonic() - INGRESS_SILENCE_S
-        for peer in [peer for peer, heard in self._heard.items() if heard < silent_since]:
-            for request_id in list(self._legs_of.pop(peer, ())):
-                self._legs[request_id].cancel()
-            del self._heard[peer], self._peers[peer]
+        for peer in self._silent_rounds:
+            self._silent_rounds[peer] += 1
+        patience = INGRESS_SILENCE_S / frames.STATS_PERIOD_S
+        for peer in [peer for peer, rounds in self._silent_rounds.items() if rounds > patience]:
+            self._end_legs(peer, ReplicaLost("the replica heard nothing from the ingress"))
+            del self._silent_rounds[peer], self._peers[peer], self._legs_of[peer]
             self._frames.pop(peer, None)
             self._sink.count("ingresses_lost")
+
+    def _end_legs(self, peer: str, error: PdServeError) -> None:
+        """Abort an ingress's legs and tell it, should it still be there."""
+        self._flush(peer)
+        for request_id in list(self._legs_of[peer]):
+            self._legs[request_id].cancel()
+            self._peers[peer].send(frames.Failed(request_id, error.to_wire()))
 
     # ------------------------------------------------------------------------------------ end
 
@@ -199,10 +208,8 @@ class ReplicaHost:
         give_up = time.monotonic() + limit_s
         while self._legs and time.monotonic() < give_up:
             await asyncio.wait(self._legs.values(), timeout=min(1.0, max(0.0, give_up - time.monotonic())))
-        for peer, request_ids in list(self._legs_of.items()):
-            self._flush(peer)
-            for request_id in list(request_ids):
-                self._peers[peer].send(frames.Failed(request_id, Draining("the replica had to leave").to_wire()))
+        for peer in list(self._legs_of):
+            self._end_legs(peer, Draining("the replica had to leave"))
         await self._cancel_legs()
 
     async def close(self) -> None:

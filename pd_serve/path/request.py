@@ -97,7 +97,8 @@ class RequestPath:
                 await self._wait(step.reason, request, record)
 
     async def _plan(self, request: Request, progress: Progress, place: Place, record: Record) -> Plan:
-        await place.turn(self._first_token_by(request, record))
+        if await place.turn(self._first_token_by(request, record)):
+            self._waited("in_line", record)
         asked = time.monotonic()
         while True:
             plan = self._router(request, self._pools.view(), self._rules.routing, progress.tried, self._rng)
@@ -182,12 +183,15 @@ class RequestPath:
     # ---------------------------------------------------------------------------- waiting
 
     async def _wait(self, reason: str, request: Request, record: Record) -> None:
-        record.waited(reason)
-        self._sink.count("waits", reason=reason)
+        self._waited(reason, record)
         left = self._first_token_by(request, record) - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"the request's time budget ran out while it waited ({reason})")
         await self._pools.changed(min(left, 0.5))
+
+    def _waited(self, reason: str, record: Record) -> None:
+        record.waited(reason)
+        self._sink.count("waits", reason=reason)
 
     def _first_token_by(self, request: Request, record: Record) -> float:
         """Deadline of the first token, on the monotonic clock."""

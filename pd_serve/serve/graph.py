@@ -44,11 +44,7 @@ def _pool(config: AppConfig, role: Role, pool: Pool) -> Any:
             "runtime_env": {"env_vars": replica_env(config, role)},
         },
         request_router_config=RequestRouterConfig(request_router_class=ROUTER_CLASS),
-        max_ongoing_requests=UNBOUNDED,
-        graceful_shutdown_timeout_s=config.limits.total_timeout_s + DRAIN_MARGIN_S,
-        graceful_shutdown_wait_loop_s=0.1,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        **_lifecycle(config),
     )
     return deployment.bind(config, role)
 
@@ -64,16 +60,24 @@ def _ingress(config: AppConfig) -> Any:
             "num_cpus": config.ingress.num_cpus,
             "runtime_env": {"env_vars": _ingress_env(config)},
         },
-        max_ongoing_requests=UNBOUNDED,
-        graceful_shutdown_timeout_s=config.limits.total_timeout_s + DRAIN_MARGIN_S,
-        graceful_shutdown_wait_loop_s=0.1,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config={"enable_access_log": False},  # the record of a request says more
+        **_lifecycle(config),
     )
 
 
+def _lifecycle(config: AppConfig) -> dict[str, Any]:
+    """Options by which Ray Serve lets us decide who may enter, and every replica finish what it has begun."""
+    return {
+        "max_ongoing_requests": UNBOUNDED,
+        "graceful_shutdown_timeout_s": config.limits.total_timeout_s + DRAIN_MARGIN_S,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+    }
+
+
 def replica_env(config: AppConfig, role: Role) -> dict[str, str]:
-    """Environment of a pool's replicas: what vLLM and OpenMP read before any code of ours runs; `env` of the pool wins."""
+    """Environment of a pool's replicas: what vLLM and OpenMP read before our code runs; the pool's `env` wins."""
     if config.engine == "vllm":
         return environment(config, role, offline=_is_local(config))
     return dict(config.pools[role.value].env)

@@ -7,7 +7,7 @@ import functools
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq.asyncio
@@ -33,6 +33,9 @@ from pd_serve.serve import replica_view
 from pd_serve.serve.keys import KeyClaim
 from pd_serve.serve.routes import not_ready, routes
 from pd_serve.types import ReplicaInfo, Role, Sink
+
+if TYPE_CHECKING:
+    from pd_serve.path.client import PdEngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class IngressApp:
         self._config = config
         self._handles = pools
         self._claim = KeyClaim.of_this_replica()
+        self._client: PdEngineClient | None = None
         self._context = zmq.asyncio.Context()
         sink = sink or PrometheusSink()
         self._recorder = Recorder(write=functools.partial(count_record, sink=sink))
@@ -100,8 +104,8 @@ class IngressApp:
         from pd_serve.path.client import PdEngineClient
 
         args = server_args(self._config)
-        self._client = PdEngineClient(config_without_engine(args), self._path, self._can_decode)
-        app = await application(self._client, args)
+        self._client = client = PdEngineClient(config_without_engine(args), self._path, self._can_decode)
+        app = await application(client, args)
         app.include_router(routes(self._pools, self._recorder, tuple(self._handles)))
         limited = BodyLimit(app, self._config.limits.max_body_bytes)
         return DisconnectOnCancel(OneErrorShape(limited))
@@ -115,7 +119,8 @@ class IngressApp:
     async def __del__(self) -> None:
         self._claim.close()
         await self._pools.close()
-        self._client.shutdown()
+        if self._client is not None:
+            self._client.shutdown()
         self._context.destroy(linger=0)
 
 

@@ -24,6 +24,8 @@ from pd_serve.serve import cluster, processes
 from pd_serve.serve.schema import serve_mistakes
 
 _WATCH_S = 1.0
+_STOP_SIGNAL = signal.SIGUSR1
+"""How the thread that waits for the end of input interrupts the main thread (Ray takes SIGTERM for itself)."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +69,7 @@ def main() -> int:
     processes.adopt_orphans()
     parent = os.getppid()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=Spec)
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(_STOP_SIGNAL, _stop)
     threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
     threading.Thread(target=_reap_orphans, daemon=True).start()
     failed = False
@@ -76,13 +77,14 @@ def main() -> int:
     try:
         application = _start(spec)
         _watch(spec, application)
-    except _Stop:
+    except (_Stop, SystemExit):  # the latter is what Ray's own handler makes of SIGTERM
         pass
     except cluster.ClusterError as error:
         failed = True
         _send(spec, Failed(error.message))
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (_STOP_SIGNAL, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         _take_down(application, 0.0 if failed else spec.drain_s)
     _send(spec, Stopped())
     if os.getppid() != parent:  # who would have removed it is gone
@@ -114,9 +116,10 @@ def _take_down(application: str, drain_s: float) -> None:
     if application:
         with contextlib.suppress(Exception):
             cluster.delete(application, drain_s)
+    shared = processes.shared_memory_of_descendants()
     with contextlib.suppress(Exception):
         cluster.disconnect()
-    processes.end_descendants(grace_s=2.0)
+    processes.end_descendants(grace_s=2.0, shared=shared)
 
 
 def _send(spec: Spec, event: Event) -> None:
@@ -131,7 +134,7 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 def _stop_at_end_of_input() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), _STOP_SIGNAL)
 
 
 def _reap_orphans() -> None:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -30,18 +31,21 @@ def descendants(session: int | None = None) -> list[psutil.Process]:
     return [process for process in _below(session) if _status(process) not in {None, psutil.STATUS_ZOMBIE}]
 
 
-def end_descendants(session: int | None = None, grace_s: float = 5.0, kill_s: float = 10.0) -> int:
+def end_descendants(
+    session: int | None = None, grace_s: float = 5.0, kill_s: float = 10.0, shared: Iterable[Path] = ()
+) -> int:
     """End everything below this process: SIGTERM, then SIGKILL after `grace_s`, until nothing is left.
 
     Shared memory files that they had open or mapped and left behind are removed.
 
     Args:
         session: end only what is in this session.
+        shared: further shared memory files to remove.
 
     Returns:
         How many had to be killed.
     """
-    shared: set[Path] = set()
+    leftover = set(shared)
     asked: set[int] = set()
     killed: set[int] = set()
     started = time.monotonic()
@@ -52,7 +56,7 @@ def end_descendants(session: int | None = None, grace_s: float = 5.0, kill_s: fl
         if not alive or late > grace_s + kill_s:
             break
         for process in alive:
-            shared |= shared_memory_of(process.pid)
+            leftover |= shared_memory_of(process.pid)
             if late > grace_s:
                 killed.add(process.pid)
                 _signal(process, signal.SIGKILL)
@@ -60,7 +64,8 @@ def end_descendants(session: int | None = None, grace_s: float = 5.0, kill_s: fl
                 asked.add(process.pid)
                 _signal(process, signal.SIGTERM)
         time.sleep(0.05)
-    for path in shared:
+    reap(session)
+    for path in leftover:
         with contextlib.suppress(OSError):
             path.unlink()
     return len(killed)
@@ -72,6 +77,11 @@ def reap(session: int | None = None) -> None:
         if _status(process) == psutil.STATUS_ZOMBIE:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
+
+
+def shared_memory_of_descendants() -> set[Path]:
+    """Files under /dev/shm that any process below this one has mapped or open."""
+    return {path for process in descendants() for path in shared_memory_of(process.pid)}
 
 
 def shared_memory_of(pid: int) -> set[Path]:

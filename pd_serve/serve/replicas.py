@@ -36,14 +36,21 @@ class EngineReplica:
         self._hub: ZmqHub | None = None
         self._host: ReplicaHost | None = None
         self._claim = KeyClaim.of_this_replica()
-        self._engine = make_engine(config, role)
-        description = await self._engine.start()
-        self._host = ReplicaHost(self._engine)
-        self._host.start()
-        node_ip = ray.util.get_node_ip_address()
-        self._hub = ZmqHub(node_ip, await self._claim.keys(), self._host.on_message)
-        self._info = self._describe(self._hub.start(), description)
+        self._engine = engine = make_engine(config, role)
+        try:
+            description = await engine.start()
+            self._info = self._describe(await self._listen(engine), description)
+        except BaseException:
+            await engine.close()
+            raise
         logger.info("%s serves at %s, KV at %s", self._info.id, self._info.address, self._info.kv)
+
+    async def _listen(self, engine: Engine) -> str:
+        """Open the channel; returns its address."""
+        self._host = ReplicaHost(engine)
+        self._host.start()
+        self._hub = ZmqHub(ray.util.get_node_ip_address(), await self._claim.keys(), self._host.on_message)
+        return self._hub.start()
 
     def _describe(self, address: str, engine: EngineDescription) -> ReplicaInfo:
         context = serve.get_replica_context()

@@ -71,7 +71,7 @@ def _legs(replica: Replica) -> list[str]:
         wrong.append(f"{replica.info.id}: legs started {legs.started} != ended {ended} + {len(replica.sequences)}")
     known = set(replica.sequences.values())
     doomed = set(replica.engine.doomed)
-    strays = set(replica.engine.sequences) - known - doomed
+    strays = set(replica.engine.scheduler.sequences) - known - doomed
     return [*wrong, *(f"{replica.info.id}: the engine runs {stray.leg_id}, which is over" for stray in strays)]
 
 
@@ -81,7 +81,7 @@ def _handoffs(replica: Replica) -> list[str]:
     wrong = []
     if kv.takes.held() != len(kv.loads):
         wrong.append(f"{name}: the ledger holds {kv.takes.held()} takes, {len(kv.loads)} sequences wait for KV")
-    if set(kv.loads.values()) != set(replica.engine.loading):
+    if set(kv.loads.values()) != set(replica.engine.scheduler.loading):
         wrong.append(f"{name}: other sequences load than the engine believes")
     ids = [*kv.loads, *kv.inbox]
     ids = [handoff_id for handoff_id in ids if (kv.takes.owner(handoff_id) is None) == (handoff_id in kv.loads)]
@@ -98,7 +98,7 @@ def _blocks(engine: Engine) -> list[str]:
     wrong = []
     holders: Counter[int] = Counter()
     private = 0
-    for sequence in engine.sequences:
+    for sequence in engine.scheduler.sequences:
         holders.update(unit.id for unit in sequence.held)
         private += _private(engine, sequence)
     if {unit: held[0] for unit, held in blocks.held.items()} != dict(holders):
@@ -117,4 +117,4 @@ def _private(engine: Engine, sequence: Sequence) -> int:
     if sequence.stage is not Stage.DECODE:
         return sequence.private
     tokens = sequence.computed + engine.batch.steps - sequence.joined
-    return -(-tokens // engine.block_size) - sum(unit.blocks for unit in sequence.held)
+    return -(-tokens // engine.scheduler.block_size) - sum(unit.blocks for unit in sequence.held)

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator
 
 from pd_serve.policy.routing import ROUTERS
 from pd_serve.sim.clock import Clock, Streams
 from pd_serve.sim.collect import Collector
 from pd_serve.sim.engine import Engine
+from pd_serve.sim.fleet import Life, Slots, Totals, mixed
 from pd_serve.sim.ingress import Ingress
-from pd_serve.sim.network import Network, Place
+from pd_serve.sim.network import Network
 from pd_serve.sim.outcome import Served
 from pd_serve.sim.replica import Replica
 from pd_serve.sim.spec import Fault, PoolSpec, Spec
 from pd_serve.sim.workloads.arrival import Arrival
 from pd_serve.types import KvAddress, ReplicaInfo, Role
-
-
-class Life:
-    """When a replica used its GPUs."""
-
-    __slots__ = ("ended", "gpus", "replica", "role", "started")
-
-    def __init__(self, role: Role, gpus: float, started: float) -> None:
-        self.role = role
-        self.gpus = gpus
-        self.started = started
-        self.ended: float | None = None
-        self.replica: Replica | None = None
 
 
 class Cluster:
@@ -51,13 +38,17 @@ class Cluster:
         self.arrived = 0
         self.ended = 0
         self._gone: dict[str, Replica] = {}
+        """Those that an ingress may still believe in."""
+        self._life_of: dict[str, Life] = {}
+        self._past = {role: Totals() for role in Role}
         self._write = write
         self._arrivals: Iterator[Arrival] = iter(arrivals)
         self._more = True
+        self._opened = False
         self._phases = streams.get("stats")
         self._front_door = streams.get("front_door")
         self._numbers = dict.fromkeys(Role, 0)
-        self._slots = Slots(spec)
+        self._slots = Slots(spec.layout)
         self.ingresses = [
             Ingress(
                 f"i{number}",
@@ -77,14 +68,21 @@ class Cluster:
 
     def run(self, until: float = float("inf")) -> None:
         """Run until all requests are over, or until that time."""
-        self._open()
+        if not self._opened:
+            self._open()
         self.clock.run(until)
+
+    @property
+    def over(self) -> bool:
+        """All requests of the workload came and ended."""
+        return not self._more and self.ended == self.arrived
 
     def settle(self, seconds: float) -> None:
         """Go on for so long with no new requests, until what is under way has ended."""
         self.clock.run(self.clock.now + seconds)
 
     def _open(self) -> None:
+        self._opened = True
         pools = {role: pool.replicas for role in Role if (pool := self.spec.pool(role))}
         for role in mixed(pools):
             self._ready(self._new_life(role))
@@ -115,7 +113,7 @@ class Cluster:
         self._stop_if_over()
 
     def _stop_if_over(self) -> None:
-        if not self._more and self.ended == self.arrived:
+        if self.over:
             self.clock.stop()
 
     # ------------------------------------------------------------------------------------ replicas
@@ -132,8 +130,7 @@ class Cluster:
         replica = self.replicas[replica_id]
         replica.draining = True
         replica.report(self.ingresses)
-        for ingress in self.ingresses:
-            self.clock.after(self.spec.control.membership_s, ingress.unfollow, replica_id)
+        self._unfollow(replica_id)
         self._leave_when_idle(replica, self.clock.now + self.spec.control.drain_s)
 
     def kill(self, replica_id: str) -> None:
@@ -145,8 +142,8 @@ class Cluster:
         self.clock.after(self.spec.control.detect_s, self._replace, replica)
 
     def _replace(self, replica: Replica) -> None:
-        for ingress in self.ingresses:
-            self.clock.after(self.spec.control.membership_s, ingress.unfollow, replica.info.id)
+        self._unfollow(replica.info.id)
+        self.clock.after(2 * self.spec.control.membership_s, self._forget, replica.info.id)
         if not replica.draining:
             self.add(replica.info.role)
 
@@ -156,8 +153,9 @@ class Cluster:
         return life
 
     def _ready(self, life: Life) -> None:
-        replica = life.replica = self._make(life)
+        replica = self._make(life)
         self.replicas[replica.info.id] = replica
+        self._life_of[replica.info.id] = life
         wait = self.spec.control.membership_s if self.clock.now else 0.0
         for ingress in self.ingresses:
             self.clock.after(wait, ingress.follow, replica.info)
@@ -214,16 +212,22 @@ class Cluster:
         replica.kill()
         for ingress in self.ingresses:
             self.clock.after(self.spec.links.wire_s, ingress.channel_lost, replica.info.id)
+        self.clock.after(2 * self.spec.control.membership_s, self._forget, replica.info.id)
 
     def _remove(self, replica_id: str) -> Replica:
         replica = self.replicas.pop(replica_id)
         self._gone[replica_id] = replica
         self._slots.give_back(replica.place, self._pool(replica.info.role).rules.gpus)
-        for life in self.lives:
-            if life.replica is replica:
-                life.ended = self.clock.now
-                life.replica = None
+        self._life_of.pop(replica_id).ended = self.clock.now
+        self._past[replica.info.role].add(replica)
         return replica
+
+    def _unfollow(self, replica_id: str) -> None:
+        for ingress in self.ingresses:
+            self.clock.after(self.spec.control.membership_s, ingress.unfollow, replica_id)
+
+    def _forget(self, replica_id: str) -> None:
+        self._gone.pop(replica_id, None)
 
     def _find(self, replica_id: str) -> Replica:
         return self.replicas.get(replica_id) or self._gone[replica_id]
@@ -237,6 +241,25 @@ class Cluster:
     def _look_for_silence(self, ingress: Ingress) -> None:
         ingress.look_for_silence()
         self.clock.after(self.spec.path.live.ping_period_s, self._look_for_silence, ingress)
+
+    # ------------------------------------------------------------------------------------ sums
+
+    def totals(self, role: Role) -> Totals:
+        """Of all replicas that a pool ever had."""
+        totals, past = Totals(), self._past[role]
+        for name in Totals.__slots__:
+            setattr(totals, name, getattr(past, name))
+        for replica in self.replicas.values():
+            if replica.info.role is role:
+                totals.add(replica)
+        return totals
+
+    def gpu_seconds(self, role: Role, begins: float, ends: float) -> float:
+        return sum(life.gpus * life.within(begins, ends) for life in self.lives if life.role is role)
+
+    def present_s(self, role: Role, ends: float) -> float:
+        """Seconds that replicas of a pool were there, all together."""
+        return sum(life.within(0.0, ends) for life in self.lives if life.role is role)
 
     # ------------------------------------------------------------------------------------ faults
 
@@ -256,37 +279,3 @@ class Cluster:
         else:
             replica.engine.slow_down(fault.factor)
             self.clock.after(fault.seconds, replica.engine.slow_down, 1.0)
-
-
-def mixed(pools: dict[Role, int]) -> list[Role]:
-    """Roles of all replicas in the order in which they are placed, each pool spread evenly over the whole."""
-    return [
-        role for _, role in sorted(((n + 0.5) / count, role) for role, count in pools.items() for n in range(count))
-    ]
-
-
-class Slots:
-    """Which places are free."""
-
-    def __init__(self, spec: Spec) -> None:
-        self._layout = spec.layout
-        self._next = 0
-        self._free: dict[int, list[tuple[int, int]]] = {}
-
-    def take(self, gpus: float) -> Place:
-        """The first free place for a replica with so many GPUs; those without one take the place of one."""
-        size, per_node = self._size(gpus), self._layout.gpus_per_node
-        if self._free.get(size):
-            node, slot = heapq.heappop(self._free[size])
-        else:
-            if self._next % per_node + size > per_node:
-                self._next = (self._next // per_node + 1) * per_node
-            node, slot = divmod(self._next, per_node)
-            self._next += size
-        return Place(node, node // self._layout.nodes_per_rack, slot)
-
-    def give_back(self, place: Place, gpus: float) -> None:
-        heapq.heappush(self._free.setdefault(self._size(gpus), []), (place.node, place.slot))
-
-    def _size(self, gpus: float) -> int:
-        return min(max(int(-(-gpus // 1)), 1), self._layout.gpus_per_node)

@@ -96,7 +96,7 @@ class Collector:
         window = self.window(served.arrived)
         window.arrived += 1
         self.last = max(self.last, served.arrived + served.finished)
-        self.retries += max(served.attempts - 1, 0)
+        self.retries += served.retries
         self.waits += served.waits
         self.preempted += served.preempted
         if served.error:
@@ -124,7 +124,7 @@ class Collector:
     def report(self, role: Role, stats: EngineStats, now: float) -> None:
         """A replica's counts, as it sends them to the ingresses."""
         share = stats.kv_tokens_used / max(stats.kv_tokens_total, 1)
-        self.waiting[role].add(stats.waiting + 1e-9)
+        self.waiting[role].add(stats.waiting)
         for totals in (self.pools[role], self.window(now).pools[role]):
             totals.reports += 1
             totals.waiting += stats.waiting

@@ -26,6 +26,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     fallback: str
     """Why the decode replica computed a prompt that was planned to be handed over."""
     attempts: int
+    """Plans that were tried, refusals for want of room among them."""
+    retries: int
+    """Those that followed a failure."""
     waits: int
     cached_tokens: int
     """Prompt tokens that the replica which computed the prompt had in its cache."""

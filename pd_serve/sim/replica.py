@@ -139,10 +139,7 @@ class Replica:
         tokens = attempt.run.prompt_tokens + attempt.run.max_tokens
         if attempt.run.prompt_tokens + attempt.run.output_tokens > self.info.kv_tokens_total:
             return InvalidRequest("the request is longer than the KV cache")
-        engine = self.engine
-        load = Load(
-            tokens=engine.kv_tokens_used, sequences=len(engine.running) + len(engine.ready) + len(engine.loading)
-        )
+        load = Load(tokens=self.engine.kv_tokens_used, sequences=self.engine.scheduler.size)
         now = self._clock.now
         lacking = self.room.grant(leg_id, tokens, 1, load, now, now + self._rules.lease_s)
         return Overloaded(f"no room ({lacking})") if lacking else None
@@ -172,7 +169,8 @@ class Replica:
 
     def on_blocks(self, sequence: Sequence) -> None:
         attempt: Attempt = sequence.owner
-        self.room.settle(sequence.leg_id)
+        if self._rules.settle_at_blocks:
+            self.room.settle(sequence.leg_id)
         if sequence.preempted:
             return
         self.prompt_tokens += sequence.prompt_tokens
@@ -191,6 +189,7 @@ class Replica:
     def on_first_token(self, sequence: Sequence) -> None:
         if self.info.role is Role.DECODE and sequence.leg_id in self.sequences:
             attempt: Attempt = sequence.owner
+            self.room.settle(sequence.leg_id)
             self._tell(attempt.run.first_token, attempt)
 
     def on_finished(self, sequence: Sequence) -> None:
@@ -207,13 +206,13 @@ class Replica:
     # ------------------------------------------------------------------------------------ upkeep
 
     def stats(self) -> EngineStats:
-        engine = self.engine
+        scheduler = self.engine.scheduler
         return EngineStats(
-            waiting=len(engine.waiting) + len(engine.ready) + len(engine.loading),
-            running=len(engine.running),
-            waiting_prompt_tokens=engine.waiting_prompt_tokens,
+            waiting=len(scheduler.waiting) + len(scheduler.ready) + len(scheduler.loading),
+            running=len(scheduler.running),
+            waiting_prompt_tokens=scheduler.waiting_prompt_tokens,
             kv_tokens_total=self.info.kv_tokens_total,
-            kv_tokens_used=engine.kv_tokens_used,
+            kv_tokens_used=self.engine.kv_tokens_used,
             reserved_tokens=self.room.reserved_tokens,
             handoffs_held=self.kv.gives.held() + self.kv.takes.held(),
         )

@@ -270,6 +270,7 @@ class Run:
             reason=attempt.plan.reason if attempt else "",
             fallback=attempt.fallback if attempt else "",
             attempts=self.attempts,
+            retries=self._progress.retries,
             waits=self.waits,
             cached_tokens=attempt.prefill_cached if attempt else 0,
             local_tokens=attempt.local_tokens if attempt else 0,

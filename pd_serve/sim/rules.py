@@ -45,6 +45,9 @@ class PathRules(msgspec.Struct, frozen=True, kw_only=True):
     total_timeout_s: float
     no_replica_timeout_s: float
     lease_s: float
+    settle_at_blocks: bool
+    """When a decode replica stops counting a grant: when its engine has blocks for the request (the fake engine), or
+    at the first token (vLLM, which does not say when it allocates)."""
     recompute: bool
     """`kv.load_failure_policy`: a hand-off that fails is recomputed, or fails the request."""
     max_model_len: int

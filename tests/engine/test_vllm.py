@@ -326,12 +326,12 @@ def test_an_offer_that_nobody_takes_expires(pair: Pair) -> None:
     import ray
 
     request = pair.request(fresh_prompt(70), 4)
-    handoff = pair.handoff(request, lease_s=1.5)
+    handoff = pair.handoff(request, lease_s=4.0)
     ray.get(pair.prefill.prefill.remote(request.leg("p"), handoff))
-    until = time.monotonic() + 1
+    until = time.monotonic() + 4
     while ray.get(pair.decode.stats.remote()).handoffs_held == 0:
         assert time.monotonic() < until
-    pair.assert_quiet()
+    pair.assert_quiet(within_s=15)
 
 
 # --------------------------------------------------------------------------------------------- aborts
@@ -366,15 +366,21 @@ def test_abort_before_during_and_after_the_load(pair: Pair, after_s: float) -> N
 def test_an_aborted_prefill_leaves_nothing(pair: Pair) -> None:
     import ray
 
-    request = pair.request(fresh_prompt(900), 4)
-    handoff = pair.handoff(request)
-    computed = pair.prefill.prefill.remote(request.leg("p"), handoff)
-    time.sleep(0.5)
+    whole, request = pair.request(fresh_prompt(900)), pair.request(fresh_prompt(900))
+    began = time.monotonic()
+    ray.get(pair.prefill.prefill.remote(whole.leg("p"), pair.handoff(whole)))
+    whole_s = time.monotonic() - began
+    ray.get(pair.decode.withdraw.remote(pair.handoff(whole).id, "cancelled"))
+
+    computed = pair.prefill.prefill.remote(request.leg("p"), pair.handoff(request))
+    while ray.get(pair.prefill.stats.remote()).running == 0:  # seen when the first of four steps is done
+        time.sleep(0.01)
     assert ray.get(pair.prefill.cancel.remote(request.leg("p").id))
     assert ray.get(computed).kind == "Cancelled"
     began = time.monotonic()
-    ray.get(pair.prefill.prefill.remote(pair.request([5]).leg("p"), handoff))
-    assert time.monotonic() - began < 3  # one step of 256 tokens at most stands before it, not the whole prompt
+    short = pair.request([5])
+    ray.get(pair.prefill.prefill.remote(short.leg("p"), pair.handoff(short)))
+    assert time.monotonic() - began < 0.75 * whole_s, "the abandoned prompt was computed to its end"
     pair.assert_quiet()
 
 
@@ -410,7 +416,7 @@ def test_room_is_granted_until_it_is_full(pair: Pair) -> None:
         return ray.get(pair.decode.grant.remote(request))
 
     total = pair.target.kv_tokens_total
-    small, huge = pair.request(fresh_prompt(10), 100), pair.request(fresh_prompt(900), 100, n=3, temperature=1.0)
+    small, huge = pair.request(fresh_prompt(10), 100), pair.request(fresh_prompt(900), 300, n=3, temperature=1.0)
     assert grant(huge) is None  # more than there is, but nothing else is there
     assert ray.get(pair.decode.stats.remote()).reserved_tokens == total
     refused = grant(small)

@@ -48,12 +48,13 @@ def run(ending: str) -> list[str]:
 
 def test_an_orphan_that_ignores_sigterm_is_killed_and_its_shared_memory_removed() -> None:
     pid, shared, other, killed, left = run("""
-        print(processes.end_descendants(grace_s=0.5), len(processes.descendants()))
+        print(processes.end_descendants(grace_s=3.0), len(processes.descendants()))
     """)
     assert not psutil.pid_exists(int(pid))
     assert not psutil.pid_exists(int(other))
     assert not Path("/dev/shm", shared).exists()
-    assert (killed, left) == ("1", "0")
+    assert int(killed) >= 1  # Python's own tracker of shared memory may have to be, too
+    assert left == "0"
 
 
 def test_with_a_session_only_that_session_is_ended() -> None:

@@ -47,9 +47,9 @@ def fast(**fields: object) -> FakeSettings:
 RULES = PathRules(
     admission=AdmissionRules(max_running=256, max_queue=256),
     routing=RoutingRules(min_handoff_tokens=BLOCK),
-    first_token_timeout_s=20.0,
-    total_timeout_s=30.0,
-    no_replica_timeout_s=1.0,
+    first_token_timeout_s=60.0,
+    total_timeout_s=90.0,
+    no_replica_timeout_s=5.0,
     lease_s=10.0,
 )
 _ids = itertools.count()
@@ -191,6 +191,11 @@ class Node:
         self.dead = True
         self.engine.die("killed")
         self.cut()
+
+    @property
+    def asked(self) -> int:
+        """Decode legs that were sent here, whether they were read or not."""
+        return self.submitted[Role.DECODE] + sum(isinstance(m, frames.SubmitDecode) for _, m in self._held_in)
 
     def stop(self) -> None:
         """As SIGSTOP looks from outside: nothing goes in or out."""

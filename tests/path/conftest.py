@@ -22,7 +22,7 @@ def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "STATS_PERIOD_S", 0.02)
     monkeypatch.setattr(pools, "PING_S", 0.05)
     monkeypatch.setattr(pools, "RECONNECT_S", 0.02)
-    monkeypatch.setattr(pools, "GRANT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(pools, "GRANT_TIMEOUT_S", 3.0)
     monkeypatch.setattr(pools, "SUSPECT_AFTER_S", 0.4)
     monkeypatch.setattr(pools, "LOST_AFTER_S", 1.2)
     monkeypatch.setattr(replica_host, "INGRESS_SILENCE_S", 1.0)

@@ -23,30 +23,23 @@ async def _busy(cluster: Cluster, name: str) -> None:
 
 async def test_b10_abandoned_prompts_do_not_block_the_next_one(start: Start) -> None:
     """Ten long prompts whose clients left in the middle: prefill stops computing them within one step."""
-    step_s = 512 / 20_000
     cluster = await start(
         prefill_settings=fast(prefill_tokens_per_s=20_000.0, max_num_batched_tokens=512),
         decode_settings=fast(max_num_seqs=16),
     )
-    unloaded = await _ttft(cluster, seed=1)
+    engine = cluster.prefill.engine
     abandoned = [asyncio.create_task(cluster.ask(request(1900, seed=seed))) for seed in range(10)]
     await until(lambda: cluster.prefill.host.legs == 10, "all ten are there")
-    await asyncio.sleep(step_s)
+    await until(lambda: engine.computed_tokens, "the first step is done")
     for task in abandoned:
         task.cancel()
-    loaded = await _ttft(cluster, seed=2)
-    assert loaded < 2 * unloaded + step_s + 0.1  # what was left of the ten prompts would take 0.9 s
+    computed = engine.computed_tokens
+    asked = request(20)
+    assert (await cluster.ask(asked)).tokens() == expected(asked)
+    assert engine.computed_tokens <= computed + 512 + 20  # what was left of the ten prompts were 18,000 more
     await asyncio.gather(*abandoned, return_exceptions=True)
     assert cluster.prefill.sink.total("legs", outcome="cancelled") == 10
     assert cluster.decode.sink.total("legs", outcome="cancelled") == 10
-
-
-async def _ttft(cluster: Cluster, seed: int) -> float:
-    asked = request(20, seed=seed)
-    await cluster.ask(asked)
-    first_token_at = cluster.ingress.record(asked).first_token_at
-    assert first_token_at
-    return first_token_at
 
 
 STAGES: list[tuple[Role, Stage]] = [
@@ -127,8 +120,10 @@ async def test_leaving_with_the_last_delta_in_hand_is_a_success(start: Start) ->
 
 
 @pytest.mark.parametrize("max_running", [1, 4])
-async def test_b27_cancellations_in_the_race_of_dispatch_are_not_lost(start: Start, max_running: int) -> None:
-    """Invariant 1: 500 requests closed after 0 to 20 ms, queued or running or just between."""
+async def test_b27_cancellations_in_the_race_of_dispatch_are_not_lost(
+    start: Start, max_running: int, full_length: bool
+) -> None:
+    """Invariant 1: many requests closed after 0 to 20 ms, queued or running or just between."""
     rng = random.Random(27)
     cluster = await start(
         rules=rules(max_running=max_running, max_queue=500),
@@ -141,10 +136,10 @@ async def test_b27_cancellations_in_the_race_of_dispatch_are_not_lost(start: Sta
         client.cancel()
         await asyncio.gather(client, return_exceptions=True)
 
-    for batch in range(5):
+    for batch in range(10 if full_length else 2):
         await asyncio.gather(*(leave_soon(100 * batch + number) for number in range(100)))
     good = [request(40, seed=seed) for seed in range(1000, 1010)]
-    answers = await asyncio.wait_for(asyncio.gather(*(cluster.ask(one) for one in good)), 5.0)
+    answers = await asyncio.wait_for(asyncio.gather(*(cluster.ask(one) for one in good)), 30.0)
     assert [answer.tokens() for answer in answers] == [expected(one) for one in good]
 
 

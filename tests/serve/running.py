@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +17,7 @@ import httpx
 import psutil
 
 from pd_serve.ops.local_cluster import LocalCluster, free_port
+from pd_serve.serve.haproxy import write_wrapper
 
 MODEL = "smollm2"
 
@@ -33,6 +36,7 @@ class Running:
 
     def __init__(self, args: Mapping[str, Any], *, haproxy: bool = True, drain_s: float = 30.0) -> None:
         port = free_port()
+        self._bin = tempfile.TemporaryDirectory()
         config = {
             "http_options": {"host": "127.0.0.1", "port": port},
             "applications": [
@@ -42,6 +46,7 @@ class Running:
         env = {
             "RAY_SERVE_ENABLE_HA_PROXY": "1" if haproxy else "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(Path(self._bin.name))),
             "RAY_AUTH_MODE": "disabled",
         }
         self._cluster = LocalCluster(
@@ -69,6 +74,7 @@ class Running:
     ) -> None:
         self.http.close()
         self.stop()
+        self._bin.cleanup()
 
     # ------------------------------------------------------------------------------------ clients
 

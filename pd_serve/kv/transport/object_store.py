@@ -143,10 +143,7 @@ class ObjectStoreEnd:
     def _collect_all(self) -> None:
         while not self._closed.is_set():
             try:
-                for handoff_id, envelope, refs, lease_s in ray.get(
-                    self._relay.collect.remote(), timeout=IDLE_S + CALL_TIMEOUT_S
-                ):
-                    self._inbox.deliver(handoff_id, _Arrival(envelope, refs[0], lease_s), time.monotonic(), lease_s)
+                self._collect()
             except GetTimeoutError:
                 continue
             except Exception as error:
@@ -154,6 +151,13 @@ class ObjectStoreEnd:
                 if not self._closed.is_set():
                     logger.warning("the KV relay does not answer: %s", type(error).__name__)
                 self._closed.wait(EXPIRY_S)
+
+    def _collect(self) -> None:
+        """One poll, in a frame of its own: no reference stays behind in it while the next poll waits."""
+        for handoff_id, envelope, refs, lease_s in ray.get(
+            self._relay.collect.remote(), timeout=IDLE_S + CALL_TIMEOUT_S
+        ):
+            self._inbox.deliver(handoff_id, _Arrival(envelope, refs[0], lease_s), time.monotonic(), lease_s)
 
     def _expire_all(self) -> None:
         while not self._closed.wait(EXPIRY_S):
