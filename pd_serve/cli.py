@@ -84,7 +84,7 @@ def check(
     from pd_serve.ops.check_host import cluster_at, this_machine
 
     nodes = cluster_at(address) if address else this_machine() if local else None
-    for line in check(config, nodes=nodes, port_must_be_free=local).summary():
+    for line in check(config, nodes=nodes, here=local).summary():
         out.print(line, highlight=False, markup=False)
 
 

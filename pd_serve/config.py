@@ -112,6 +112,16 @@ class Limits(Part):
     """Larger HTTP bodies are answered 413."""
 
 
+class Access(Part):
+    """Who may ask. Without keys only a server on a loopback address answers."""
+
+    keys_file: Annotated[str, Field(min_length=1)] | None = None
+    """File with one `tenant:key` (or `key`) a line, readable on the ingress's nodes. The variable PD_SERVE_API_KEYS, in
+    the same form, is read besides."""
+    metrics_open: bool = False
+    """`/metrics` needs no key."""
+
+
 class FakeEngine(Part):
     """Timing of the fake engine (`engine: fake`), for trying a deployment without a model's compute."""
 
@@ -147,6 +157,7 @@ class AppConfig(Part):
     kv: Kv = Kv()
     routing: Routing = Routing()
     limits: Limits = Limits()
+    access: Access = Access()
     fake: FakeEngine = FakeEngine()
 
     @field_validator("version", mode="before")
@@ -175,3 +186,8 @@ class AppConfig(Part):
 def cache_dir() -> Path:
     """Where pd_serve keeps what it makes once: PD_SERVE_CACHE, else `~/.cache/pd_serve`."""
     return Path(os.environ.get("PD_SERVE_CACHE") or "~/.cache/pd_serve").expanduser()
+
+
+def api_keys_text() -> str:
+    """API keys from the variable PD_SERVE_API_KEYS, one `tenant:key` a line; empty when it is not set."""
+    return os.environ.get("PD_SERVE_API_KEYS", "")

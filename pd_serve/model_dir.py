@@ -21,7 +21,7 @@ def demo_dir() -> Path:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `path` can only be a name on a model hub (`owner/name` or `name`), nothing local of that name existing."""
+    """Whether `path` can only be a name on a model hub (`owner/name` or `name`): nothing local is called so."""
     return path != DEMO and _HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
 
 

@@ -61,7 +61,7 @@ def test_a_right_file_has_no_mistakes_and_gives_the_values_it_holds(tmp_path: Pa
         ),
         ("model: {max_num_seqs: 4}", "it belongs at prefill.max_num_seqs or decode.max_num_seqs"),
         ("decode: {max_ongoing_requests: 4}", "it is Serve's and belongs at applications[0].deployments[]"),
-        ("pools: {}", "7: pools: unknown key; allowed: decode, engine, fake, ingress, kv, limits"),
+        ("pools: {}", "7: pools: unknown key; allowed: access, decode, engine, "),
         (
             "decode: {replicas: ~}",
             "7: decode.replicas: must be a whole number, got nothing (null); give a value, or leave",

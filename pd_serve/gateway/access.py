@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Iterable
 
+from pd_serve.gateway.asgi import App, Receive, Scope, Send
 from pd_serve.gateway.keys import KeyRing
 from pd_serve.path import context
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 """Answered to anyone: they say nothing but whether the application works."""

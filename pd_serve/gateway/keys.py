@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -34,6 +35,9 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __iter__(self) -> Iterator[ApiKey]:
+        return iter(self._keys)
+
     def find(self, presented: bytes) -> ApiKey | None:
         """The key with this text, or None. Looks at every key, so that time tells nothing."""
         digest = hashlib.sha256(presented).digest()
@@ -42,6 +46,25 @@ class KeyRing:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
+
+
+def load_keys(keys_file: str | None, variable: str) -> KeyRing:
+    """Keys of a file and of a variable's text together.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is not good.
+    """
+    from_file: list[ApiKey] = []
+    if keys_file is not None:
+        try:
+            text = Path(keys_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(f"access.keys_file: {keys_file} cannot be read: {reason}") from None
+        from_file = list(parse_keys(text, "access.keys_file"))
+        if not from_file:
+            raise ConfigError(f"access.keys_file: there is no key in {keys_file}")
+    return KeyRing([*from_file, *parse_keys(variable, "PD_SERVE_API_KEYS")])
 
 
 def parse_keys(text: str, source: str) -> KeyRing:

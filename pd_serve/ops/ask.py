@@ -38,7 +38,12 @@ def wait_ready(url: str, timeout_s: float, check: Callable[[], None] = lambda: N
         time.sleep(_POLL_S)
 
 
-def stream_chat(url: str, model: str, question: str, max_tokens: int, timeout_s: float) -> Iterator[str]:
+def headers(key: str) -> dict[str, str]:
+    """What a request carries to be let in; nothing without a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def stream_chat(url: str, model: str, question: str, max_tokens: int, timeout_s: float, key: str = "") -> Iterator[str]:
     """The pieces of the answer to one question, as they come.
 
     Raises:
@@ -55,7 +60,9 @@ def stream_chat(url: str, model: str, question: str, max_tokens: int, timeout_s:
     }
     got = done = False
     try:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=timeout_s) as answer:
+        with httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json=body, timeout=timeout_s, headers=headers(key)
+        ) as answer:
             if answer.status_code != 200:
                 raise OperationFailed(f"the question failed: HTTP {answer.status_code}: {answer.read()[:300]!r}")
             for line in answer.iter_lines():
@@ -80,12 +87,12 @@ def _piece(line: str) -> str:
     return str(choices[0].get("delta", {}).get("content") or "")
 
 
-def last_record(url: str) -> dict[str, Any]:
+def last_record(url: str, key: str = "") -> dict[str, Any]:
     """The record of the last request, or an empty one when the application keeps none."""
     import httpx
 
     try:
-        answer = httpx.get(f"{url}/pd/records", params={"limit": 1}, timeout=5.0)
+        answer = httpx.get(f"{url}/pd/records", params={"limit": 1}, timeout=5.0, headers=headers(key))
         records = answer.json() if answer.status_code == 200 else []
     except (httpx.HTTPError, ValueError):
         return {}

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pd_serve.config import AppConfig
+from pd_serve.config import AppConfig, api_keys_text
 from pd_serve.config_file import ARGS, Reading, read_config
 from pd_serve.config_yaml import KeyPath
 from pd_serve.errors import ConfigError
+from pd_serve.gateway.keys import load_keys
 from pd_serve.model_dir import DEMO, demo_dir
 from pd_serve.ops.check_args import argument_mistakes
 from pd_serve.ops.check_host import Node, port_problem, resource_mistakes
 from pd_serve.ops.check_model import model_mistakes
+from pd_serve.serve.http_address import is_loopback
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -54,7 +56,7 @@ def check(
     nodes: Sequence[Node] | None = None,
     host: str | None = None,
     port: int | None = None,
-    port_must_be_free: bool = False,
+    here: bool = False,
     serve_schema: bool = True,
     model: bool = True,
     env: Mapping[str, str] | None = None,
@@ -64,6 +66,7 @@ def check(
     Args:
         nodes: resources of the cluster that it is for; None: not checked.
         host: takes the place of the file's; so does `port`.
+        here: it is to run on this machine now: its port must be free, its API keys readable.
         serve_schema: let the installed Serve look at its part too (imports Ray, about a second).
         model: look at the model's directory.
 
@@ -84,10 +87,9 @@ def check(
             reading.document.add((*ARGS, *at), text)
     serve = _with_address(reading.serve, host, port)
     address = _address(serve)
-    if port_must_be_free and not reading.document.mistakes:
-        problem = port_problem(*address)
-        if problem:
-            reading.document.add(("http_options", "port"), problem)
+    if here and reading.app is not None and not reading.document.mistakes:
+        for at, text in _mistakes_here(reading.app, *address):
+            reading.document.add(at, text)
     if reading.app is None or reading.document.mistakes:
         raise ConfigError("\n".join(reading.mistakes()))
     return Checked(reading.app, serve, *address, skipped=tuple(skipped))
@@ -103,6 +105,20 @@ def _app_mistakes(
         skipped.append("resources and port: no cluster was named (--address, --local)")
     else:
         yield from resource_mistakes(app, nodes)
+
+
+def _mistakes_here(app: AppConfig, host: str, port: int) -> Iterator[tuple[KeyPath, str]]:
+    problem = port_problem(host, port)
+    if problem:
+        yield ("http_options", "port"), problem
+    try:
+        keys = load_keys(app.access.keys_file, api_keys_text())
+    except ConfigError as error:
+        yield (*ARGS, "access", "keys_file"), error.message.removeprefix("access.keys_file: ")
+        return
+    if not keys and not is_loopback(host):
+        text = f"{host} can be reached from other machines, and there are no API keys (access.keys_file)"
+        yield ("http_options", "host"), text
 
 
 def _serve_mistakes(reading: Reading) -> Iterator[tuple[KeyPath, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from types import FrameType
 
 from rich.console import Console
 
+from pd_serve.config import api_keys_text
+from pd_serve.gateway.keys import load_keys
 from pd_serve.model_dir import DEMO, demo_dir
 from pd_serve.ops.ask import last_record, stream_chat, wait_ready, where_time_went
 from pd_serve.ops.check import Checked, check
@@ -55,6 +58,7 @@ def up(config: str, options: UpOptions, console: Console) -> int:
     """
     _fetch_if_missing(_check(config, options, model=False), console)
     checked = _check(config, options, model=True)
+    key = _probe_key(checked)
     with _interruptible():
         ready = False
         try:
@@ -66,9 +70,10 @@ def up(config: str, options: UpOptions, console: Console) -> int:
                 start_timeout_s=options.timeout_s,
                 drain_s=options.drain_s,
                 logs=options.logs,
+                env={"PD_SERVE_API_KEYS": f"{api_keys_text()}\npd-serve-up:{key}"} if key else {},
             )
             try:
-                _start(cluster, checked, options, console)
+                _start(cluster, checked, options, key, console)
                 ready = True
                 _stay(cluster)
             finally:
@@ -87,10 +92,16 @@ def _check(config: str, options: UpOptions, *, model: bool) -> Checked:
         nodes=nodes,
         host=options.host,
         port=options.port,
-        port_must_be_free=True,
+        here=True,
         serve_schema=False,  # the child does it before it starts anything: it imports Ray anyway
         model=model,
     )
+
+
+def _probe_key(checked: Checked) -> str:
+    """A key for our own question, where keys are needed at all; it ends with this run."""
+    keys = load_keys(checked.app.access.keys_file, api_keys_text())
+    return secrets.token_urlsafe(24) if keys else ""
 
 
 def _fetch_if_missing(checked: Checked, console: Console) -> None:
@@ -98,7 +109,7 @@ def _fetch_if_missing(checked: Checked, console: Console) -> None:
         fetch_demo(console.print)
 
 
-def _start(cluster: LocalCluster, checked: Checked, options: UpOptions, console: Console) -> None:
+def _start(cluster: LocalCluster, checked: Checked, options: UpOptions, key: str, console: Console) -> None:
     pools = [f"{role} pool" for role in checked.app.pools]
     stages = Stages(console, [MODEL, RAY, *pools, "ingress", PROBE])
     with stages:
@@ -115,11 +126,12 @@ def _start(cluster: LocalCluster, checked: Checked, options: UpOptions, console:
         url = f"http://{_reachable(checked.host)}:{checked.port}"
         wait_ready(url, options.timeout_s, lambda: _drain_events(cluster))
         stages.begin(PROBE, "asking")
-        answer = stream_chat(url, checked.app.model.served_name, options.question, ANSWER_TOKENS, options.timeout_s)
+        name = checked.app.model.served_name
+        answer = stream_chat(url, name, options.question, ANSWER_TOKENS, options.timeout_s, key)
         first = next(answer)
         stages.done(PROBE, f"first token {stages.total():.1f} s after the start")
     _print_answer(options.question, first, answer, console)
-    for line in where_time_went(last_record(url)):
+    for line in where_time_went(last_record(url, key)):
         console.print(f"  {line}", highlight=False)
     console.print(f"\nready at [bold]{url}[/] after {stages.total():.1f} s; Ray at {cluster.address}", highlight=False)
     console.print("Ctrl-C ends it", style="dim")

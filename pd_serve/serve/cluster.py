@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pd_serve.errors import PdServeError
+from pd_serve.serve.haproxy import write_wrapper
 
 _POLL_S = 0.2
 _CONNECT_S = 5.0
@@ -74,6 +75,8 @@ def local_environment(local: LocalRay) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{haproxy}/admin.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": haproxy,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{haproxy}/server-state",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(Path(local.temp_dir))),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # 30 by default, however idle the ingress is
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

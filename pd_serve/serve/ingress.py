@@ -14,11 +14,13 @@ import zmq.asyncio
 from prometheus_client import REGISTRY
 from ray import serve
 
-from pd_serve.config import AppConfig
+from pd_serve.config import AppConfig, api_keys_text
+from pd_serve.gateway.access import Access
 from pd_serve.gateway.asgi import App
 from pd_serve.gateway.body_limit import BodyLimit
 from pd_serve.gateway.disconnect import DisconnectOnCancel
 from pd_serve.gateway.error_shape import OneErrorShape
+from pd_serve.gateway.keys import load_keys
 from pd_serve.observe.metrics import PrometheusSink
 from pd_serve.observe.replica_gauges import ReplicaGauges
 from pd_serve.observe.request_metrics import count_record
@@ -30,6 +32,7 @@ from pd_serve.path.zmq_channel import ZmqIngressWire
 from pd_serve.policy.admission import AdmissionRules
 from pd_serve.policy.routing import ROUTERS, RoutingRules
 from pd_serve.serve import replica_view
+from pd_serve.serve.http_address import on_loopback
 from pd_serve.serve.keys import KeyClaim
 from pd_serve.serve.routes import not_ready, routes
 from pd_serve.types import ReplicaInfo, Role, Sink
@@ -108,7 +111,12 @@ class IngressApp:
         app = await application(client, args)
         app.include_router(routes(self._pools, self._recorder, tuple(self._handles)))
         limited = BodyLimit(app, self._config.limits.max_body_bytes)
-        return DisconnectOnCancel(OneErrorShape(limited))
+        return DisconnectOnCancel(OneErrorShape(await self._guarded(limited)))
+
+    async def _guarded(self, app: App) -> App:
+        access = self._config.access
+        keys = load_keys(access.keys_file, api_keys_text())
+        return Access(app, keys, loopback_only=await on_loopback(), metrics_open=access.metrics_open)
 
     def _can_decode(self) -> bool:
         return not not_ready(Role.DECODE, self._pools.view().decode)

@@ -165,7 +165,8 @@ class Ingress:
         decode = attempt.decode_on.info.id
         self.views.decode_leg(decode, attempt.kv_tokens, -1)
         self.attempts[decode].pop(attempt, None)
-        self.changed()
+        if attempt.granted:  # a refusal makes no room: those who wait would only refuse each other
+            self.changed()
 
     def got_first_token(self, run: Run) -> None:
         self._first_tokens.stop(run)

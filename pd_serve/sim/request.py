@@ -146,6 +146,7 @@ class Run:
         """The decode replica has room; prefill runs beside what follows."""
         if attempt.over:
             return
+        attempt.granted = True
         attempt.granted_at = self._ingress.clock.now
         self._ingress.was_granted(attempt)
         if attempt.prefill_on is not None:

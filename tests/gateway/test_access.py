@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +15,9 @@ from starlette.routing import Route
 
 from pd_serve.errors import ConfigError
 from pd_serve.gateway.access import Access
-from pd_serve.gateway.keys import KeyRing, parse_keys
+from pd_serve.gateway.keys import KeyRing, load_keys, parse_keys
 from pd_serve.path import context
+from pd_serve.serve.http_address import is_loopback
 
 KEY = "SENTINEL-12345"
 
@@ -93,3 +95,25 @@ def test_b74_no_key_in_logs_reprs_or_messages(caplog: pytest.LogCaptureFixture) 
         parse_keys("tiny", "keys.txt")
     assert "tiny" not in str(error.value)
     assert KEY not in caplog.text
+
+
+def test_keys_of_file_and_variable_together(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"team-a:{KEY}\n")
+    keys = load_keys(str(file), "team-b:another-key-1")
+    assert {key.tenant for key in keys} == {"team-a", "team-b"}
+    assert len(load_keys(None, "")) == 0
+    for bad, reason in (("", "no key"), ("\x00", "characters")):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match=reason):
+            load_keys(str(file), "")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_keys(str(tmp_path / "missing"), "")
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), (None, False)],
+)
+def test_what_counts_as_loopback(host: str | None, loopback: bool) -> None:
+    assert is_loopback(host) is loopback

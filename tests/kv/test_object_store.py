@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -125,9 +127,6 @@ def test_the_store_does_not_fill(ray_address: str, source: ObjectStoreEnd, targe
 @pytest.mark.case("B86")
 @pytest.mark.case("B15")
 def test_the_death_of_the_sender_is_a_failed_take(ray_address: str, target: ObjectStoreEnd) -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, msgspec, time\n"
         "from pd_serve.kv.envelope import Envelope\n"
@@ -192,3 +191,22 @@ def test_closing_ends_everything(ray_address: str) -> None:
     end.close()
     with pytest.raises(TransferFailed, match="lost"):
         take.result(5)
+
+
+def test_drivers_with_equal_random_seeds_do_not_keep_each_other_busy(ray_address: str) -> None:
+    code = (
+        "import random, sys, time\n"
+        "from pd_serve.kv.transport.object_store import join\n"
+        "random.seed(0)\n"
+        "join(sys.argv[1])\n"
+        "assert random.getrandbits(64) == random.Random(0).getrandbits(64)\n"
+        "time.sleep(2)\n"
+        "before = time.process_time()\n"
+        "time.sleep(4)\n"
+        "print(time.process_time() - before)\n"
+        "time.sleep(1)\n"
+    )
+    command = [sys.executable, "-c", code, ray_address]
+    drivers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    used = [float(driver.communicate(timeout=100)[0]) for driver in drivers]
+    assert max(used) < 0.2

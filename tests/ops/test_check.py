@@ -14,6 +14,7 @@ from pd_serve.ops.check import check
 from pd_serve.ops.check_args import argument_mistakes
 from pd_serve.ops.check_host import port_problem, resource_mistakes, this_machine
 from pd_serve.ops.check_model import longest, model_mistakes
+from pd_serve.ops.local_cluster import free_port
 
 
 def config(**args: object) -> AppConfig:
@@ -76,7 +77,7 @@ class TestWhole:
             taken.listen()
             port = taken.getsockname()[1]
             with pytest.raises(ConfigError, match=rf"http_options\.port: port {port} is in use by process \d+"):
-                check(write(tmp_path, "{engine: fake}", port), port_must_be_free=True)
+                check(write(tmp_path, "{engine: fake}", port), here=True)
         assert port_problem("127.0.0.1", port) == ""
 
     def test_host_and_port_of_the_command_line_win(self, tmp_path: Path) -> None:
@@ -85,6 +86,22 @@ class TestWhole:
         assert checked.serve["http_options"] == {"host": "127.0.0.2", "port": 9999}
         with pytest.raises(ConfigError, match="--port must be from 1 to 65535, got 70000"):
             check(write(tmp_path, "{engine: fake}"), port=70000, serve_schema=False)
+
+    def test_keys_that_cannot_be_read_or_are_needed_and_missing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("PD_SERVE_API_KEYS", raising=False)
+        with pytest.raises(ConfigError, match=r"x\.yaml:6: access\.keys_file: .*none cannot be read: No such file"):
+            check(
+                write(tmp_path, f"{{engine: fake, access: {{keys_file: {tmp_path}/none}}}}"),
+                here=True,
+                port=free_port(),
+            )
+        open_to_all = write(tmp_path, "{engine: fake}")
+        with pytest.raises(ConfigError, match=r"http_options\.host: 0\.0\.0\.0 can be reached from other machines"):
+            check(open_to_all, here=True, host="0.0.0.0", port=free_port())
+        monkeypatch.setenv("PD_SERVE_API_KEYS", "team:long-enough-key")
+        assert check(open_to_all, here=True, host="0.0.0.0", port=free_port()).host == "0.0.0.0"
 
     def test_an_address_that_this_machine_does_not_have(self) -> None:
         assert port_problem("203.0.113.1", 8000).startswith("cannot listen on 203.0.113.1:8000")

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from tests.sim.small import FAST, request, spec
+from tests.sim.small import FAST, PROFILE, RULES, request, spec
 
 from pd_serve.policy.routing import ROUTERS, least_loaded
 from pd_serve.sim.cluster import Cluster
@@ -31,7 +31,8 @@ def run(cluster_spec, rows, until=1000.0):
 
 def test_own_legs_are_known_at_once_and_others_by_report_only(seen):
     rows = [request(at=0.6 + 0.0001 * number, prompt=1000, output=900) for number in range(200)]
-    run(spec(ingresses=2, settle_at_blocks=False), rows, until=0.62)
+    large = msgspec.structs.replace(PROFILE, kv_tokens=1_000_000)
+    run(spec(ingresses=2, profile=large, rules=msgspec.structs.replace(RULES, max_num_seqs=500)), rows, until=0.62)
     own = [view.decode[0].own_requests for view in seen]
     assert max(own) > 80
     assert max(own) < 120  # about half of them came to each ingress

@@ -8,6 +8,7 @@ references with one long poll and reads the pages in place. Both workers join th
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import OrderedDict
@@ -46,8 +47,16 @@ class _Arrival(msgspec.Struct, frozen=True):
 
 def join(address: str) -> None:
     """Make this process a Ray driver in our namespace, unless it is part of Ray already."""
-    if not ray.is_initialized():
+    if ray.is_initialized():
+        return
+    # Ray draws the ids of its subscriptions from `random`, which an engine has seeded: all engines would have the same
+    # id, and each one's poll would end the others', so that every driver polls without a pause.
+    state = random.getstate()
+    random.seed()
+    try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    finally:
+        random.setstate(state)
 
 
 class ObjectStoreEnd:
