@@ -140,7 +140,7 @@ class Scheduler:
             if sequence.state is State.RUNNING and tokens and self._make_room(sequence, tokens):
                 chunks.append(Chunk(sequence, tokens))
                 budget -= tokens
-        if self.preemptions == preemptions:
+        if self.preemptions == preemptions or not chunks:
             self._admit(budget, chunks)
         return chunks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +17,7 @@ from pd_serve.engine.base import Capabilities, EngineDescription
 from pd_serve.engine.vllm_calls import HeldCount, kv_stats, typed_errors
 from pd_serve.engine.vllm_resume import resumable, resumed
 from pd_serve.engine.vllm_start import Started, start_vllm
-from pd_serve.errors import EngineFailed, InvalidRequest, Overloaded, TransferFailed
+from pd_serve.errors import EngineFailed, InvalidRequest, Overloaded, PdServeError, TransferFailed
 from pd_serve.kv.params import blocks_to_move
 from pd_serve.policy.room import Load, Room
 from pd_serve.types import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
 
-STALL_S = 30.0
+STALL_S = 60.0
 """An engine that has work and ends no step for so long cannot make progress."""
 
 
@@ -66,6 +66,7 @@ class VllmEngine:
         self._room = Room(0, 0)
         self._legs: dict[str, _Leg] = {}
         self._held = HeldCount()
+        self._background: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------ life
 
@@ -121,6 +122,7 @@ class VllmEngine:
         from pd_serve.engine.vllm_outputs import delta
 
         monitor, first = self._engine.monitor, True
+        refusal: KvReport | None = None
         self._room.start(request.id)
         try:
             params = self._decode_params(request)
@@ -140,6 +142,8 @@ class VllmEngine:
             self._room.settle(request.id)
             if handoff is not None:
                 monitor.forget(handoff.id)
+                if first or refusal is not None:  # perhaps the engine never saw it: whatever comes is not wanted
+                    self._spawn(self.withdraw(handoff.id, "aborted"))
 
     def _decode_params(self, request: Request) -> SamplingParams:
         try:
@@ -164,6 +168,8 @@ class VllmEngine:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
+        if not self._legs:
+            self._engine.monitor.work_began()
         leg = self._legs[request.id] = _Leg(request)
         try:
             with typed_errors("the engine failed"):
@@ -181,6 +187,17 @@ class VllmEngine:
         if self.description.kv.engine_id:
             with typed_errors("the engine failed"):
                 await self._engine.llm.collective_rpc("pd_kv_withdraw", args=(handoff_id, reason))
+
+    def _spawn(self, call: Coroutine[None, None, None]) -> None:
+        """Run `call` beside everything else; a dead engine makes no difference to it."""
+
+        async def run() -> None:
+            with contextlib.suppress(PdServeError):
+                await call
+
+        task = asyncio.create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     # ------------------------------------------------------------------------------------ room
 

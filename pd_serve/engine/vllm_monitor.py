@@ -27,6 +27,10 @@ class Monitor(StatLoggerBase):
         self.last_step = time.monotonic()
         self._reports: dict[str, KvReport | None] = {}
 
+    def work_began(self) -> None:
+        """An idle engine ends no steps: its time without progress counts from here."""
+        self.last_step = time.monotonic()
+
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         self.last_step = time.monotonic()
         if scheduler_stats is None:

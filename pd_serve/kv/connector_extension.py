@@ -12,18 +12,19 @@ class KvExtension:
 
     def pd_kv_withdraw(self, handoff_id: str, reason: str) -> None:
         """Nothing will come for this hand-off."""
-        _worker_side().withdraw(handoff_id, reason)
+        worker_side().withdraw(handoff_id, reason)
 
     def pd_kv_stats(self) -> dict[str, Any]:
         """See `WorkerSide.stats`."""
-        return _worker_side().stats()
+        return worker_side().stats()
 
     def pd_kv_describe(self) -> dict[str, Any]:
         """See `WorkerSide.describe`."""
-        return _worker_side().describe()
+        return worker_side().describe()
 
 
-def _worker_side() -> WorkerSide:
+def worker_side() -> WorkerSide:
+    """The connector of the worker in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()

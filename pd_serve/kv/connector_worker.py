@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 COPY_THREADS = 2
 IDLE_WAIT_S = 0.005
-"""How long a step that computes nothing waits for a load to end. The engine steps all the time while a request waits for
-its KV; without this it would keep a core busy that prefill may need. A new request waits no longer than this."""
+"""How long a step that computes nothing waits for a load to end. The engine steps all the time while a request waits
+for its KV, and would keep a core busy that prefill may need. A new request waits no longer than this."""
+READY_TIMEOUT_S = 120.0
+"""How long this rank's transport may take to become reachable at the start of the engine."""
 
 
 class _Load:
@@ -236,7 +238,8 @@ class WorkerSide:
     # ------------------------------------------------------------------------------------ what is asked from outside
 
     def describe(self) -> dict[str, Any]:
-        """Plain data: `fingerprint` and `block_bytes` of this rank."""
+        """Plain data: `fingerprint` and `block_bytes` of this rank. Waits until peers can reach it."""
+        self.transport.wait_ready(READY_TIMEOUT_S)
         return {"fingerprint": self._fingerprint, "block_bytes": self.blocks.block_bytes}
 
     def stats(self) -> dict[str, Any]:

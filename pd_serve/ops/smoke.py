@@ -18,6 +18,7 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "get_weather",
+        "strict": True,  # hold the arguments to the schema
         "description": "The weather in a city",
         "parameters": {
             "type": "object",

@@ -227,9 +227,15 @@ def why(app: AppState) -> str:
 
 
 def wait_running(
-    application: str, timeout_s: float, seen: Callable[[AppState], None] = lambda _state: None
+    application: str,
+    timeout_s: float,
+    seen: Callable[[AppState], None] = lambda _state: None,
+    first_failure_ends: bool = False,
 ) -> AppState:
     """Wait until every deployment runs; `seen` is told each change.
+
+    Args:
+        first_failure_ends: do not wait for Serve's further tries with a replica that failed to start.
 
     Raises:
         ClusterError: it failed, or was not up after `timeout_s`; the message says why.
@@ -243,11 +249,15 @@ def wait_running(
             last = now
         if now.status == "RUNNING":
             return now
-        if now.status in {"DEPLOY_FAILED", "UNHEALTHY"}:
+        if now.status in {"DEPLOY_FAILED", "UNHEALTHY"} or (first_failure_ends and _some_replica_failed(now)):
             raise ClusterError(f"{application} did not start: {why(now)}")
         if time.monotonic() > deadline:
             raise ClusterError(f"{application} did not start within {timeout_s:.0f} s: {why(now)}")
         time.sleep(_POLL_S)
+
+
+def _some_replica_failed(app: AppState) -> bool:
+    return any(each.status != "HEALTHY" and errors_in(each.message) for each in app.deployments)
 
 
 def delete(application: str, timeout_s: float) -> bool:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -98,7 +99,8 @@ def _start(spec: Spec) -> str:
         raise cluster.ClusterError("\n".join(f"{show_path(path)}: {text}" for path, text in mistakes))
     _send(spec, RayUp(cluster.start_local(spec.local)))
     application = cluster.deploy(spec.config)
-    cluster.wait_running(application, spec.start_timeout_s, lambda app: _send(spec, Seen(app)))
+    seen: Callable[[cluster.AppState], None] = lambda app: _send(spec, Seen(app))
+    cluster.wait_running(application, spec.start_timeout_s, seen, first_failure_ends=True)
     return application
 
 

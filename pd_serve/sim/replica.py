@@ -225,6 +225,7 @@ class Replica:
             self.engine.loaded(sequence, not failure)
             return
         del self.sequences[sequence.leg_id]
+        self.room.settle(sequence.leg_id)
         self.legs.failed += 1
         self.engine.abort(sequence)
         self._tell(attempt.run.decode_failed, attempt, TransferFailed(f"KV did not come ({failure})"))

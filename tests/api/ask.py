@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 Body = dict[str, Any]
 IGNORED = {"id", "created", "kv_transfer_params", "system_fingerprint", "prompt_tokens_details", "metrics"}
@@ -74,6 +75,22 @@ def visible(answer: Any) -> Any:
     return [visible(item) for item in answer] if isinstance(answer, list) else answer
 
 
+def assert_same(ours: Any, theirs: Any, where: str = "answer") -> None:
+    """Equal, but for logprobs, which may differ by 1e-3."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, abs=1e-3), where
+    elif isinstance(ours, dict) and isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours:
+            assert_same(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        assert len(ours) == len(theirs), where
+        for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(mine, other, f"{where}[{number}]")
+    else:
+        assert ours == theirs, where
+
+
 def joined(events: list[Body]) -> dict[int, Body]:
     """What a streamed answer says in all, by choice: text, token ids, finish reason; and usage under -1."""
     choices: dict[int, Body] = {}
@@ -91,7 +108,7 @@ def joined(events: list[Body]) -> dict[int, Body]:
 def assert_parity(ours: Server, reference: Server, path: str, body: Body) -> tuple[Body, Body]:
     """Same answer from both, whole and streamed (check PAR). Returns our whole answer and the joined stream."""
     whole, expected = ours.whole(path, body), reference.whole(path, body)
-    assert visible(whole) == visible(expected)
+    assert_same(visible(whole), visible(expected))
     stream = {**body, "stream_options": {"include_usage": True}}
     streamed, expected_stream = joined(ours.events(path, stream)), joined(reference.events(path, stream))
     assert streamed == expected_stream

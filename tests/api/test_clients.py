@@ -22,6 +22,7 @@ WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
+        "strict": True,
         "description": "The weather in a city",
         "parameters": {
             "type": "object",

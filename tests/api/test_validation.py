@@ -108,7 +108,7 @@ BODIES: dict[str, bytes] = {
     "nan": b'{"prompt": "a", "temperature": NaN}',
     "infinity": b'{"prompt": "a", "temperature": Infinity}',
     "deep": b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
-    "utf-16": '{"prompt": "a"}'.encode("utf-16"),
+    "utf-16": '{"prompt": '.encode("utf-16"),
     "binary": bytes(range(256)),
 }
 

@@ -269,6 +269,18 @@ def test_policy_fail_ends_the_request_with_a_typed_error(pair: Pair) -> None:
     assert outcome(deltas) == "moved"
 
 
+@pytest.mark.case("B50")
+def test_a_handoff_of_another_prompt_is_refused_by_the_decode_engine(pair: Pair) -> None:
+    import ray
+
+    prompt, other = pair.request(fresh_prompt(70), 4), pair.request(fresh_prompt(70), 4)
+    handoff = pair.handoff(other)
+    deltas = ray.get(pair.decode.decode.remote(prompt.leg("d"), handoff))
+    assert outcome(deltas) == "recomputed:other_prompt"
+    ray.get(pair.prefill.prefill.remote(other.leg("p"), handoff))
+    pair.assert_quiet()
+
+
 # --------------------------------------------------------------------------------------------- KV that does not come
 
 

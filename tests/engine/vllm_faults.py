@@ -15,7 +15,7 @@ import msgspec
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from pd_serve.errors import TransferFailed
-from pd_serve.kv.connector_extension import KvExtension, _worker_side
+from pd_serve.kv.connector_extension import KvExtension, worker_side
 from pd_serve.kv.envelope import Envelope, checksum
 from pd_serve.kv.transport.base import Payload, Transport
 from pd_serve.types import KvAddress
@@ -110,7 +110,7 @@ def _damaged(fault: str, envelope: Envelope, pages: memoryview) -> tuple[Envelop
 class FaultExtension(KvExtension):
     def pd_test_fault(self, fault: str, value: float = 0.0) -> None:
         """From now on everything suffers `fault`; none with an empty one."""
-        side = _worker_side()
+        side = worker_side()
         inner = side.transport.inner if isinstance(side.transport, FaultyTransport) else side.transport
         side.transport = FaultyTransport(inner, fault, value) if fault else inner
 

@@ -210,3 +210,21 @@ def test_drivers_with_equal_random_seeds_do_not_keep_each_other_busy(ray_address
     drivers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     used = [float(driver.communicate(timeout=100)[0]) for driver in drivers]
     assert max(used) < 0.2
+
+
+def test_a_relay_that_died_comes_back(source: ObjectStoreEnd, target: ObjectStoreEnd) -> None:
+    import ray
+
+    take = target.take("after", 60.0)
+    source.offer(target.address(), envelope("before"), memoryview(b"x"), 20.0).result(20)
+    ray.kill(target._relay, no_restart=False)
+
+    def offered() -> bool:
+        try:
+            source.offer(target.address(), envelope("after"), memoryview(b"yz"), 20.0).result(20)
+        except TransferFailed:
+            return False
+        return True
+
+    eventually(offered, within_s=60)
+    assert bytes(take.result(60).pages) == b"yz"

@@ -18,11 +18,13 @@ import psutil
 class Up:
     """A running `pd-serve up CONFIG --port PORT`."""
 
-    def __init__(self, config: Path, port: int, log: Path, *options: str) -> None:
+    def __init__(self, config: Path, port: int, log: Path, *options: str, **env: str) -> None:
         self.port, self._log = port, log
         command = [sys.executable, "-m", "pd_serve.cli", "up", str(config), "--port", str(port), *options]
         with log.open("wb") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=os.environ | env
+            )
 
     @property
     def text(self) -> str:
@@ -48,8 +50,8 @@ class Up:
 
 
 @contextlib.contextmanager
-def running(config: Path, port: int, log: Path, *options: str) -> Iterator[Up]:
-    up = Up(config, port, log, *options)
+def running(config: Path, port: int, log: Path, *options: str, **env: str) -> Iterator[Up]:
+    up = Up(config, port, log, *options, **env)
     try:
         yield up
     finally:

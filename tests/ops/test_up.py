@@ -80,6 +80,17 @@ def test_every_curl_of_the_readme_works_and_ctrl_c_leaves_nothing(fake: Path, tm
         nothing_left(up, *left)
 
 
+def test_with_api_keys_it_still_asks_and_others_need_one(fake: Path, tmp_path: Path) -> None:
+    with running(fake, free_port(), tmp_path / "log", PD_SERVE_API_KEYS="team:long-enough-key") as up:
+        up.wait_for(r"ready at http://127\.0\.0\.1:\d+", 300)
+        assert re.search(r"prefill  \d+ ms on prefill-v1", up.text)
+        records = ["curl", f"http://127.0.0.1:{up.port}/pd/records"]
+        with pytest.raises(AssertionError, match="401"):
+            curl(records, up.port)
+        assert curl([*records, "-H", "Authorization: Bearer long-enough-key"], up.port)
+        assert "long-enough-key" not in up.text
+
+
 def test_a_stop_during_the_start_leaves_nothing(fake: Path, tmp_path: Path) -> None:
     with running(fake, free_port(), tmp_path / "log") as up:
         up.wait_for("Ray: ready", 120)

@@ -34,6 +34,7 @@ BLOCK = 16
 FAST = FakeSettings(
     model=FakeModel(block_size=BLOCK),
     timing=Timing(prefill_tokens_per_s=500_000.0, decode_step_s=0.0005),
+    grant_s=60.0,
 )
 
 

@@ -97,7 +97,9 @@ async def test_b15_prefill_that_ends_early_is_a_counted_fallback(start: Start, s
     asked = [request(200, seed=seed) for seed in range(8)]
     answers = await asyncio.wait_for(asyncio.gather(*(cluster.ask(one) for one in asked)), 30.0)
     assert [answer.tokens() for answer in answers] == [expected(one) for one in asked]
-    assert {answer.last.kv.outcome for answer in answers if answer.last.kv} == {KvOutcome.RECOMPUTED}
+    reports = [answer.last.kv for answer in answers if answer.last.kv]
+    assert {report.outcome for report in reports} == {KvOutcome.RECOMPUTED}
+    assert {report.reason for report in reports} == {"prefill_EngineFailed"}  # told, not left to wait for its lease
     assert cluster.ingress.sink.by_label("fallbacks", "reason") == {"prefill_EngineFailed": 8}
 
 

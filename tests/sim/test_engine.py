@@ -103,9 +103,7 @@ def test_a_chunk_beside_decoding_slows_every_token():
     bench.submit("b", 1020, 1, at=0.05)
     bench.clock.run()
     # With one sequence decoding, 255 tokens of the budget are left for the prompt: four steps.
-    mixed = [
-        step_s(bench.times, 255, attention_pairs(255 * number, 255), 1, 0) for number in range(4)
-    ]
+    mixed = [step_s(bench.times, 255, attention_pairs(255 * number, 255), 1, 0) for number in range(4)]
     alone = bench.decode_s(1, 100)
     assert bench.gaps.largest > mixed[-1] > 2 * alone
     assert bench.ears.first["b"] == pytest.approx(0.05 + sum(mixed), abs=2 * alone)

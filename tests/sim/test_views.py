@@ -71,9 +71,7 @@ def test_a_dead_replica_is_known_at_once_a_new_one_when_it_is_warm(seen):
     fault = Fault(at=1.0, kind="kill", role=Role.DECODE, pick=0)
     rows = [request(at=0.2 * number) for number in range(60)]
     cluster = run(spec(decode=2, faults=(fault,)), rows)
-    ready = {
-        view.now: [one.info.id for one in view.decode if one.state is ReplicaState.READY] for view in seen
-    }
+    ready = {view.now: [one.info.id for one in view.decode if one.state is ReplicaState.READY] for view in seen}
     assert all("decode-0" not in ids for now, ids in ready.items() if now > 1.01)
     # Known to be dead after 1 s, started in 3 s, warm after 1 s more, named 0.1 s later.
     first = min(now for now, ids in ready.items() if "decode-2" in ids)

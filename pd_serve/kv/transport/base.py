@@ -20,7 +20,7 @@ class Payload(msgspec.Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """One rank's end. Thread-safe; nothing here blocks: slow work happens behind the returned futures.
+    """One rank's end. Thread-safe; nothing but `wait_ready` blocks: slow work happens behind the returned futures.
 
     A hand-off id is used once. Futures fail with `TransferFailed`; its message is one reason word
     (`lost`, `expired`, `unreachable`, `withdrawn`, or what `withdraw` was given) that becomes a metric label.
@@ -28,6 +28,10 @@ class Transport(Protocol):
 
     def address(self) -> KvAddress:
         """Where peers reach this end."""
+        ...
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when peers can reach this end. Raises TransferFailed (`unreachable`) when they cannot in time."""
         ...
 
     def offer(self, target: KvAddress, envelope: Envelope, pages: memoryview, lease_s: float) -> Future[None]:

@@ -58,6 +58,9 @@ class InProcessEnd:
     def address(self) -> KvAddress:
         return self._address
 
+    def wait_ready(self, timeout_s: float) -> None:
+        pass
+
     def offer(self, target: KvAddress, envelope: Envelope, pages: memoryview, lease_s: float) -> Future[None]:
         future: Future[None] = Future()
         peer = self._registry.find(target.engine_id, envelope.rank)

@@ -87,7 +87,6 @@ class ObjectStoreEnd:
         return self._address
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when peers can reach this end. Raises TransferFailed when they cannot in time."""
         if self._relay is not None:
             try:
                 ray.get(self._relay.ready.remote(), timeout=timeout_s)
