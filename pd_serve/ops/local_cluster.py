@@ -22,8 +22,9 @@ import msgspec
 
 from pd_serve.ops.failures import OperationFailed
 from pd_serve.serve import processes
-from pd_serve.serve.cluster import AppState, LocalRay, local_environment
+from pd_serve.serve.cluster import AppState
 from pd_serve.serve.local_process import Event, Failed, RayUp, Seen, Spec, Stopped
+from pd_serve.serve.local_ray import LocalRay, local_environment
 
 _LONGEST_TEMP = 30
 _STOP_S = 25.0
@@ -86,6 +87,11 @@ class LocalCluster:
         finally:
             os.close(writing)
         threading.Thread(target=self._listen, args=(os.fdopen(reading, "rb"),), daemon=True).start()
+
+    @property
+    def access(self) -> str:
+        """Environment, as a shell writes it, with which Ray's own tools reach this cluster."""
+        return f"RAY_ADDRESS={self.address} RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={self.temp_dir}/auth_token"
 
     @property
     def pid(self) -> int:

@@ -28,6 +28,8 @@ from pd_serve.sim.workloads.arrival import Arrival
 from pd_serve.sim.workloads.single import batch, rag, shared_prefix_chat
 from pd_serve.sim.workloads.trace import read_records, read_trace, write_trace
 
+GENERATED = 1000
+"""Requests of a generator when nobody says how many."""
 Workload = Callable[[Iterator[float], Streams], Iterator[Arrival]]
 WORKLOADS: dict[str, Workload] = {"chat": shared_prefix_chat, "rag": rag, "batch": batch, "agent": agent}
 ARRIVALS: dict[str, Callable[[float, Streams], Iterator[float]]] = {
@@ -50,7 +52,8 @@ class Load:
     arrivals: str = "poisson"
     rate: float = 1.0
     """Requests a second (of `agent`, sessions; of `day`, at its peak)."""
-    requests: int = 1000
+    requests: int | None = None
+    """At most so many. None: all of a trace or log, 1,000 of a generator."""
     seed: int = 0
 
     def read(self) -> Iterator[Arrival]:
@@ -62,13 +65,18 @@ class Load:
         if self.trace is not None and self.records is not None:
             raise ConfigError("give a trace or records, not both")
         if self.trace is not None:
-            return islice(_rows(self.trace), self.requests) if self.requests else _rows(self.trace)
+            return islice(_rows(self.trace), self.requests)
         if self.records is not None:
-            return iter(read_records(_lines(self.records)))
+            return islice(read_records(_lines(self.records)), self.requests)
         if self.workload not in WORKLOADS or self.arrivals not in ARRIVALS:
             raise ConfigError(f"workloads are {', '.join(WORKLOADS)}; arrivals are {', '.join(ARRIVALS)}")
         streams = Streams(self.seed)
-        return islice(WORKLOADS[self.workload](ARRIVALS[self.arrivals](self.rate, streams), streams), self.requests)
+        return islice(WORKLOADS[self.workload](ARRIVALS[self.arrivals](self.rate, streams), streams), self.total)
+
+    @property
+    def total(self) -> int | None:
+        """How many there will be, when that is known without reading them all."""
+        return self.requests or (GENERATED if self.trace is None and self.records is None else None)
 
 
 @dataclass(frozen=True)
@@ -100,13 +108,13 @@ def sim(config: str, load: Load, settings: Settings, outputs: Outputs, out: Cons
     Raises:
         ConfigError: the config, an option, the profile or the trace is wrong.
     """
-    text = settings.file.read_text(encoding="utf-8") if settings.file is not None else ""
+    text = b"".join(_lines(settings.file)).decode() if settings.file is not None else ""
     options = read_options(text, settings.overrides, str(settings.file or "options"))
     spec = make_spec(load_config(config), options)
     if outputs.trace is not None:
         with outputs.trace.open("w", encoding="utf-8") as file:
             file.writelines(write_trace(load.read()))
-    result = _run(spec, load.read(), _count(load), outputs.requests, out)
+    result = _run(spec, load.read(), load.total, outputs.requests, out)
     show(result, out, outputs.over_time)
     if outputs.report is not None:
         outputs.report.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
@@ -136,11 +144,6 @@ def _run(spec: Spec, arrivals: Iterable[Arrival], total: int | None, log: Path |
         if lines is not None:
             lines.close()
     return report(cluster)
-
-
-def _count(load: Load) -> int | None:
-    """How many requests there will be, when that is known without reading them all."""
-    return load.requests if load.trace is None and load.records is None else None
 
 
 def _rows(path: Path) -> Iterator[Arrival]:

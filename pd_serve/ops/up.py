@@ -133,7 +133,8 @@ def _start(cluster: LocalCluster, checked: Checked, options: UpOptions, key: str
     _print_answer(options.question, first, answer, console)
     for line in where_time_went(last_record(url, key)):
         console.print(f"  {line}", highlight=False)
-    console.print(f"\nready at [bold]{url}[/] after {stages.total():.1f} s; Ray at {cluster.address}", highlight=False)
+    console.print(f"\nready at [bold]{url}[/] after {stages.total():.1f} s", highlight=False)
+    console.print(f"Ray's own tools: {cluster.access} serve status", style="dim", highlight=False)
     console.print("Ctrl-C ends it", style="dim")
 
 

@@ -1,4 +1,4 @@
-"""The way to a Ray cluster: start a private one, deploy a Serve config, see how it is doing, take it down.
+"""The way to a Ray cluster: connect, deploy a Serve config, see how it is doing, take it down (see also `local_ray`).
 
 Everything here runs in the process that calls it and imports Ray there. What is above `serve` reaches Ray through this
 module only.
@@ -6,21 +6,17 @@ module only.
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pd_serve.errors import PdServeError
-from pd_serve.serve.haproxy import write_wrapper
 
-_POLL_S = 0.2
+_POLL_S = 0.4
 _CONNECT_S = 5.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Failed|InvalidRequest)(?:\(\w+\))?: ")
@@ -28,23 +24,6 @@ _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Failed|InvalidRequest)(?:\
 
 class ClusterError(PdServeError):
     """Ray could not be reached or started, or an application did not come up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalRay:
-    """A Ray cluster of one node that belongs to this process and ends with it."""
-
-    temp_dir: str
-    """Short (Unix sockets below it): everything that Ray and Serve write goes here."""
-    num_cpus: int | None = None
-    num_gpus: int | None = None
-    object_store_bytes: int | None = None
-    dashboard: bool = False
-    metrics_port: int = 0
-    stats_port: int = 0
-    """HAProxy's two ports."""
-    gcs_port: int = 0
-    """0 lets Ray choose; another is known before Ray's processes start, so they inherit RAY_ADDRESS."""
 
 
 class DeploymentState(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,58 +43,6 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     status: str = "NOT_STARTED"
     message: str = ""
     deployments: tuple[DeploymentState, ...] = ()
-
-
-def local_environment(local: LocalRay) -> dict[str, str]:
-    """Environment of a private Ray: HAProxy on, all files in the temp dir, engines at the priority of any process."""
-    haproxy = f"{local.temp_dir}/haproxy"
-    env = {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{haproxy}/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{haproxy}/admin.sock",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": haproxy,
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{haproxy}/server-state",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(Path(local.temp_dir))),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # 30 by default, however idle the ingress is
-        "RAY_worker_niceness": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "TMPDIR": f"{local.temp_dir}/tmp",
-    }
-    ports = {"METRICS": local.metrics_port, "STATS": local.stats_port}
-    env |= {f"RAY_SERVE_HAPROXY_{name}_PORT": str(port) for name, port in ports.items() if port}
-    if local.gcs_port:
-        env["RAY_GCS_SERVER_PORT"] = str(local.gcs_port)
-    return env
-
-
-def start_local(local: LocalRay) -> str:
-    """Start Ray below this process and connect to it; return its address. Set `local_environment` before.
-
-    Raises:
-        ClusterError: Ray did not start.
-    """
-    for directory in ("tmp", "haproxy"):
-        Path(local.temp_dir, directory).mkdir(parents=True, exist_ok=True)
-    import ray
-
-    if local.gcs_port:
-        os.environ["RAY_ADDRESS"] = f"{ray.util.get_node_ip_address()}:{local.gcs_port}"
-    try:
-        context = ray.init(
-            address="local",
-            namespace="serve",
-            num_cpus=local.num_cpus,
-            num_gpus=local.num_gpus,
-            object_store_memory=local.object_store_bytes,
-            include_dashboard=local.dashboard,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=local.temp_dir,
-        )
-    except Exception as error:
-        raise ClusterError(f"Ray did not start: {first_line(str(error))}") from error
-    return str(context.address_info["gcs_address"])
 
 
 def connect(address: str = "auto") -> str:

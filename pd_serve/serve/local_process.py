@@ -14,14 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import msgspec
 
 from pd_serve.config_yaml import show_path
-from pd_serve.serve import cluster, processes
+from pd_serve.serve import cluster, local_ray, processes
 from pd_serve.serve.schema import serve_mistakes
 
 _WATCH_S = 1.0
@@ -33,7 +32,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """What to start."""
 
     events_fd: int
-    local: cluster.LocalRay
+    local: local_ray.LocalRay
     config: dict[str, Any]
     """A Serve config, as in the YAML file."""
     start_timeout_s: float
@@ -97,9 +96,12 @@ def _start(spec: Spec) -> str:
     mistakes = serve_mistakes(spec.config)
     if mistakes:
         raise cluster.ClusterError("\n".join(f"{show_path(path)}: {text}" for path, text in mistakes))
-    _send(spec, RayUp(cluster.start_local(spec.local)))
+    _send(spec, RayUp(local_ray.start_local(spec.local)))
     application = cluster.deploy(spec.config)
-    seen: Callable[[cluster.AppState], None] = lambda app: _send(spec, Seen(app))
+
+    def seen(app: cluster.AppState) -> None:
+        _send(spec, Seen(app))
+
     cluster.wait_running(application, spec.start_timeout_s, seen, first_failure_ends=True)
     return application
 
@@ -115,10 +117,12 @@ def _watch(spec: Spec, application: str) -> None:
 
 
 def _take_down(application: str, drain_s: float) -> None:
+    # A process that Ray kills takes with it what would have removed its shared memory.
+    shared = processes.shared_memory_of_descendants()
     if application:
         with contextlib.suppress(Exception):
             cluster.delete(application, drain_s)
-    shared = processes.shared_memory_of_descendants()
+    shared |= processes.shared_memory_of_descendants()
     with contextlib.suppress(Exception):
         cluster.disconnect()
     processes.end_descendants(grace_s=2.0, shared=shared)

@@ -17,7 +17,6 @@ class Attempt:
     __slots__ = (
         "decode_on",
         "fallback",
-        "granted",
         "granted_at",
         "handoff",
         "kv_tokens",
@@ -51,7 +50,6 @@ class Attempt:
         self.prefill_on = prefill_on
         self.handoff = handoff
         self.planned_at = now
-        self.granted = False
         self.granted_at = 0.0
         self.prefilled_at = 0.0
         self.fallback = ""

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-Call = Callable[..., None]
+Call = Callable[..., object]
 
 
 class Clock:

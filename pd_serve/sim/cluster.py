@@ -196,8 +196,9 @@ class Cluster:
     def _report(self, replica: Replica) -> None:
         if not replica.alive:
             return
-        replica.report(self.ingresses)
-        self.collector.report(replica.info.role, replica.stats(), self.clock.now)
+        stats = replica.report(self.ingresses)
+        if stats is not None:
+            self.collector.report(replica.info.role, stats, self.clock.now)
         self.clock.after(self.spec.path.live.stats_period_s, self._report, replica)
 
     def _leave_when_idle(self, replica: Replica, give_up_at: float) -> None:

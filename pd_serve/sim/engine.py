@@ -107,9 +107,9 @@ class Engine:
     @property
     def kv_tokens_used(self) -> int:
         """Tokens of KV that sequences have blocks for."""
-        used = self.blocks.used
-        if self._stretch is not None and self._frozen_at is None:
-            used += self.batch.blocks_for(self._stretch.done(self._clock.now))
+        used, stretch = self.blocks.used, self._stretch
+        if stretch is not None and self._frozen_at is None:  # a step's blocks are allocated when it begins
+            used += self.batch.blocks_for(min(stretch.done(self._clock.now) + 1, stretch.steps))
         return used * self.scheduler.block_size
 
     # ------------------------------------------------------------------------------------ steps

@@ -15,6 +15,7 @@ from pd_serve.policy.admission import Load, Queue, Shed, admit
 from pd_serve.policy.routing import NoPlan, Router
 from pd_serve.sim.attempt import Attempt
 from pd_serve.sim.clock import Clock
+from pd_serve.sim.line import Line
 from pd_serve.sim.outcome import Served
 from pd_serve.sim.request import Run
 from pd_serve.sim.rules import PathRules
@@ -65,6 +66,7 @@ class Ingress:
         self.queued: OrderedDict[Run, None] = OrderedDict()
         self.waiting: dict[Run, None] = {}
         """Running ones that wait for a change."""
+        self.line = Line(clock)
         self.attempts: dict[str, dict[Attempt, None]] = {}
         """Those with a leg that runs, by replica."""
         self._finished_at: deque[float] = deque(maxlen=1000)
@@ -85,6 +87,7 @@ class Ingress:
             return
         self.accepted += 1
         self._totals.start(run)
+        self._first_tokens.start(run)
         if row.leaves_after_s != float("inf"):
             self.clock.after(row.leaves_after_s, run.leave)
         if isinstance(decision, Queue):
@@ -102,7 +105,6 @@ class Ingress:
 
     def _let_in(self, run: Run) -> None:
         self.running[run] = None
-        self._first_tokens.start(run, run.arrived + self.rules.first_token_timeout_s)
         run.admitted()
 
     def _let_next_in(self) -> None:
@@ -114,6 +116,7 @@ class Ingress:
         self._totals.stop(run)
         self._first_tokens.stop(run)
         self.waiting.pop(run, None)
+        self.line.leave(run)
         if run in self.running:
             del self.running[run]
             self._finished_at.append(self.clock.now)
@@ -165,8 +168,7 @@ class Ingress:
         decode = attempt.decode_on.info.id
         self.views.decode_leg(decode, attempt.kv_tokens, -1)
         self.attempts[decode].pop(attempt, None)
-        if attempt.granted:  # a refusal makes no room: those who wait would only refuse each other
-            self.changed()
+        self.changed()
 
     def got_first_token(self, run: Run) -> None:
         self._first_tokens.stop(run)
@@ -209,7 +211,7 @@ class Ingress:
     # ------------------------------------------------------------------------------------ waiting
 
     def wait(self, run: Run, at_most_s: float) -> None:
-        """The run looks again at the next change, or after so long."""
+        """The run goes on at the next change, or after so long."""
         self.waiting[run] = None
         run.waits_since += 1
         self.clock.after(at_most_s, self._wait_over, run, run.waits_since)
@@ -217,7 +219,7 @@ class Ingress:
     def _wait_over(self, run: Run, wait: int) -> None:
         if run in self.waiting and run.waits_since == wait:
             del self.waiting[run]
-            run.look_again()
+            run.go_on()
 
     def changed(self) -> None:
         """There may be room: whoever waits looks again, once for all changes of this moment."""
@@ -229,4 +231,4 @@ class Ingress:
         self._wake_planned = False
         waiting, self.waiting = self.waiting, {}
         for run in waiting:
-            run.look_again()
+            run.go_on()

@@ -55,7 +55,7 @@ class KvSide:
         self.gives.move(handoff.id, Owner.TRANSPORT, nbytes)
         overheads = self._profile.overheads
         arrives = self._network.move(self._replica.place, attempt.decode_on.place, nbytes)
-        arrives += overheads.handoff_s + nbytes / overheads.handoff_bytes_per_s
+        arrives += overheads.handoff_s + nbytes * overheads.handoff_byte_s
         self._clock.at(arrives, self._sent, handoff.id, attempt.decode_on, nbytes)
 
     def _sent(self, handoff_id: str, target: Replica, nbytes: int) -> None:

@@ -26,7 +26,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     fallback: str
     """Why the decode replica computed a prompt that was planned to be handed over."""
     attempts: int
-    """Plans that were tried, refusals for want of room among them."""
+    """Plans that were tried; refusals for want of room do not count."""
     retries: int
     """Those that followed a failure."""
     waits: int

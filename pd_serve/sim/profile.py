@@ -38,8 +38,8 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The same for a decode leg."""
     handoff_s: float = 0.0
     """Of one hand-off, whatever its size."""
-    handoff_bytes_per_s: float = float("inf")
-    """Gathering and scattering together; the link is apart."""
+    handoff_byte_s: float = 0.0
+    """For each byte of it: gathering and scattering together; the link is apart."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

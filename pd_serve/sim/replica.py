@@ -237,15 +237,15 @@ class Replica:
         if attempt.handoff is not None and self.info.role is Role.DECODE:
             self.kv.cancel(attempt.handoff.id)
 
-    def report(self, ingresses: list[Ingress]) -> None:
-        """Expire what is due, and tell every ingress the counts."""
+    def report(self, ingresses: list[Ingress]) -> EngineStats | None:
+        """Expire what is due, and tell every ingress the counts. None when the process is gone or stands still."""
         if not self.alive or self._stalled is not None:
-            return
+            return None
         self.room.expire(self._clock.now)
         self.kv.expire()
         stats = self.stats()
-        for ingress in ingresses:
-            self._tell(ingress.on_stats, self.info.id, stats, self.draining)
+        self._tell(_heard, ingresses, self.info.id, stats, self.draining)
+        return stats
 
     # ------------------------------------------------------------------------------------ ends and faults
 
@@ -285,3 +285,9 @@ class Replica:
         for handle, args in stalled:
             if self.alive:
                 handle(*args)
+
+
+def _heard(ingresses: list[Ingress], replica_id: str, stats: EngineStats, draining: bool) -> None:
+    """A report arrives at all ingresses."""
+    for ingress in ingresses:
+        ingress.on_stats(replica_id, stats, draining)

@@ -41,6 +41,7 @@ class Run:
     __slots__ = (
         "_attempt",
         "_ingress",
+        "_number",
         "_plan_asked_at",
         "_progress",
         "_units",
@@ -74,13 +75,16 @@ class Run:
         self.first_token_at = -1.0
         self.over = False
         self.attempts = 0
+        """Plans that were tried; refusals for want of room do not count."""
+        self._number = 0
         self.waits = 0
         self.waits_since = 0
         """Tells a wait that was ended from the one that follows."""
         self.preempted = 0
         self._attempt: Attempt | None = None
         self._progress = Progress()
-        self._plan_asked_at = 0.0
+        self._plan_asked_at = -1.0
+        """When it began to look for replicas; below 0 when it does not."""
         self._units: tuple[Unit, ...] | None = None
 
     def units(self, block_size: int) -> tuple[Unit, ...]:
@@ -93,50 +97,61 @@ class Run:
 
     def admitted(self) -> None:
         """The gate let it in."""
-        now = self._ingress.clock.now
-        self.admitted_at = now
+        self.admitted_at = self._ingress.clock.now
         if self.prompt_tokens >= self._ingress.rules.max_model_len:
             self.fail(InvalidRequest("the prompt is longer than the model's context"))
-        elif now - self.arrived >= self._ingress.rules.first_token_timeout_s:
-            self.fail(DeadlineExceeded("the request's time budget ran out in the queue"))
         else:
-            self._plan_asked_at = now
-            self._ingress.clock.after(self._ingress.overhead_s, self._plan)
+            self._ingress.clock.after(self._ingress.overhead_s, self.go_on)
 
     # ------------------------------------------------------------------------------------ plan
 
-    def _plan(self) -> None:
+    def go_on(self) -> None:
+        """Plan when it is its turn: those who wait for room ask one after the other."""
         if self.over:
             return
+        if self._ingress.line.turn(self):
+            self.plan()
+        else:
+            self.waits += 1
+
+    def plan(self) -> None:
+        """It is its turn."""
+        if self.over:
+            return
+        if self._plan_asked_at < 0:
+            self._plan_asked_at = self._ingress.clock.now
         ingress = self._ingress
         plan = ingress.route(self.request, self._progress.tried)
-        if isinstance(plan, NoPlan):
-            waited = ingress.clock.now - self._plan_asked_at
-            step = lifecycle.without_plan(plan.reason, waited, ingress.rules.no_replica_timeout_s)
-            if isinstance(step, Fail):
-                self.fail(step.error)
-            else:
-                self._wait()
+        if not isinstance(plan, NoPlan):
+            self._plan_asked_at = -1.0
+            self._submit(plan)
             return
-        self._submit(plan)
+        waited = ingress.clock.now - self._plan_asked_at
+        step = lifecycle.without_plan(plan.reason, waited, ingress.rules.no_replica_timeout_s)
+        if isinstance(step, Fail):
+            self.fail(step.error)
+            return
+        ingress.line.leave(self)  # the line is for room; for a replica all wait at once
+        self._wait()
 
     def _submit(self, plan: Plan) -> None:
         """The decode leg goes first; prefill's follows when its replica granted room."""
         ingress = self._ingress
+        self._number += 1
         self.attempts += 1
         decode_on = ingress.replica(plan.decode)
         prefill_on = ingress.replica(plan.prefill) if plan.prefill is not None else None
         handoff = None
         if prefill_on is not None:
             handoff = Handoff(
-                id=f"{self.id}.{self.attempts}",
+                id=f"{self.id}.{self._number}",
                 prompt_tokens=self.prompt_tokens,
                 prompt_hash=b"",
                 source=prefill_on.info.kv,
                 target=decode_on.info.kv,
                 lease_s=ingress.rules.lease_s,
             )
-        attempt = Attempt(self, self.attempts, plan, decode_on, prefill_on, handoff, ingress.clock.now)
+        attempt = Attempt(self, self._number, plan, decode_on, prefill_on, handoff, ingress.clock.now)
         attempt.kv_tokens = self.prompt_tokens + self.max_tokens
         self._attempt = attempt
         ingress.begin(attempt)
@@ -146,9 +161,9 @@ class Run:
         """The decode replica has room; prefill runs beside what follows."""
         if attempt.over:
             return
-        attempt.granted = True
         attempt.granted_at = self._ingress.clock.now
         self._ingress.was_granted(attempt)
+        self._ingress.line.leave(self)
         if attempt.prefill_on is not None:
             attempt.prefill_runs = True
             self._ingress.begin_prefill(attempt)
@@ -198,10 +213,10 @@ class Run:
             self.fail(step.error)
         elif isinstance(step, Retry):
             self._progress = step.progress
-            self._plan_asked_at = self._ingress.clock.now
-            self._plan()
-        else:
-            self._plan_asked_at = self._ingress.clock.now
+            self.go_on()
+        else:  # it was refused, not tried
+            self.attempts -= 1
+            self._ingress.line.join(self)
             self._wait()
 
     def _end_attempt(self, attempt: Attempt, abort_decode: bool) -> None:
@@ -225,9 +240,6 @@ class Run:
             return
         self.waits += 1
         self._ingress.wait(self, min(left, rules.live.wait_s))
-
-    def look_again(self) -> None:
-        self._plan()
 
     def out_of_time(self) -> None:
         """A deadline passed."""

@@ -21,9 +21,9 @@ class Timeouts(Generic[T]):
         self._due: OrderedDict[T, float] = OrderedDict()
         self._armed = False
 
-    def start(self, item: T, due: float | None = None) -> None:
-        """Begin to wait for the item; `due` is not before that of items that were started earlier."""
-        self._due[item] = self._clock.now + self._after_s if due is None else due
+    def start(self, item: T) -> None:
+        """Begin to wait for the item."""
+        self._due[item] = self._clock.now + self._after_s
         if not self._armed:
             self._arm()
 

@@ -8,6 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The engines of `pair` are shared: tests that kill them come last."""
+    items.sort(key=lambda item: "test_vllm_deaths" in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster of this test session's own."""

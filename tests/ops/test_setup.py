@@ -133,3 +133,8 @@ def test_readme_commands_of_pd_serve_exist() -> None:
     from pd_serve.cli import app
 
     assert {name.rstrip("`") for name in found if not name.startswith("-")} <= set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target

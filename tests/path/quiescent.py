@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from tests.path.cluster import Cluster, Ingress, Node, expected, request
+from pd_serve.errors import DeadlineExceeded
+from tests.path.cluster import Answer, Cluster, Ingress, Node, expected, request
 
 
 async def check_quiescent(cluster: Cluster, tasks: int, limit_s: float = 10.0) -> None:
@@ -101,6 +102,10 @@ async def check_works(cluster: Cluster) -> None:
     for node in cluster.nodes:
         node.engine.script.clear()
     for ingress in cluster.ingresses:
-        asked = request(50, max_tokens=3, seed=ingress.asked + 1000)
-        answer = await asyncio.wait_for(ingress.ask(asked), 10.0)
+        for _ in range(20):
+            asked = request(50, max_tokens=3, seed=ingress.asked + 1000)
+            answer = await asyncio.wait_for(ingress.outcome(asked), 10.0)
+            if not isinstance(answer, DeadlineExceeded):  # some tests leave very little time
+                break
+        assert isinstance(answer, Answer)
         assert answer.tokens() == expected(asked)

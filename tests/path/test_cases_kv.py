@@ -89,6 +89,13 @@ async def test_b16_kv_lost_between_arrival_and_use(start: Start) -> None:
     assert cluster.ingress.sink.by_label("fallbacks", "reason") == {"lost": 1}
 
 
+async def test_b16_kv_that_came_but_is_never_done_ends_with_its_lease(start: Start) -> None:
+    cluster = await start(rules=rules(lease_s=0.15), decode_faults=[Fault(stage="mid_transfer", action="hang")])
+    asked = request(200)
+    assert (await cluster.ask(asked)).tokens() == expected(asked)
+    assert cluster.ingress.sink.by_label("fallbacks", "reason") == {"expired": 1}
+
+
 @pytest.mark.parametrize("stage", ["before_prefill", "mid_prefill", "prefill_done", "mid_transfer"])
 @pytest.mark.parametrize("action", ["fail", "die"])
 async def test_b15_prefill_that_ends_early_is_a_counted_fallback(start: Start, stage: Stage, action: Action) -> None:

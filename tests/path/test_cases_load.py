@@ -184,5 +184,25 @@ async def test_no_replica_is_said_in_time(start: Start) -> None:
     await cluster.until_ready()
 
 
+async def test_those_in_line_for_room_hear_together_that_the_replica_is_gone(start: Start) -> None:
+    cluster = await start(
+        decode_settings=fast(max_num_seqs=1),
+        decode_faults=[Fault(stage="after_token_k", action="hang", request="long")],
+        rules=rules(no_replica_timeout_s=0.4),
+    )
+    client = asyncio.create_task(cluster.ask(Request(id="long", prompt_token_ids=prompt(100), max_tokens=8)))
+    await until(lambda: cluster.decode.engine.script.struck, "the long one has its first token")
+    waiting = [asyncio.create_task(cluster.ingress.outcome(request(100, seed=seed))) for seed in range(10)]
+    await until(lambda: len(cluster.ingress.path._line) == 10, "all wait for room")
+    began = time.monotonic()
+    cluster.tell([cluster.prefill])
+    assert {type(result) for result in await asyncio.gather(*waiting)} == {NoReplica}
+    assert time.monotonic() - began < 2.0  # one after the other would take 4 s
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+    cluster.tell()
+    await cluster.until_ready()
+
+
 async def _within(limit_s: float, cluster: Cluster, asked: object) -> object:
     return await asyncio.wait_for(cluster.ingress.outcome(asked), limit_s)  # type: ignore[arg-type]

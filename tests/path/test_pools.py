@@ -96,8 +96,8 @@ async def test_a_cancellation_in_the_instant_of_the_grant_is_not_lost(ends: tupl
 
 async def test_a_finished_leg_is_not_aborted(ends: tuple[RemoteReplica, Wire]) -> None:
     replica, wire = ends
-    wire.answer(frames.Granted("r"))
-    wire.answer(frames.Frame((delta(), delta("another"), delta(finished=True))))
+    later = [frames.Granted("r"), frames.Frame((delta(), delta("another"), delta(finished=True)))]
+    asyncio.get_running_loop().call_later(0.01, lambda: [wire.answer(message) for message in later])
     async with replica.decode(request(), None) as leg:
         assert [d.finished async for d in leg] == [False, True]
     assert [type(message) for message in wire.sent] == [frames.SubmitDecode]
@@ -105,12 +105,8 @@ async def test_a_finished_leg_is_not_aborted(ends: tuple[RemoteReplica, Wire]) -
 
 async def test_deltas_in_front_of_an_error_are_read_first(ends: tuple[RemoteReplica, Wire]) -> None:
     replica, wire = ends
-    for message in (
-        frames.Granted("r"),
-        frames.Frame((delta(),)),
-        frames.Failed("r", EngineFailed("it broke").to_wire()),
-    ):
-        wire.answer(message)
+    later = [frames.Granted("r"), frames.Frame((delta(),)), frames.Failed("r", EngineFailed("it broke").to_wire())]
+    asyncio.get_running_loop().call_later(0.01, lambda: [wire.answer(message) for message in later])
     got = []
     async with replica.decode(request(), None) as leg:
         with pytest.raises(EngineFailed, match="it broke"):
@@ -121,27 +117,30 @@ async def test_deltas_in_front_of_an_error_are_read_first(ends: tuple[RemoteRepl
 
 async def test_a_prefill_leg(ends: tuple[RemoteReplica, Wire]) -> None:
     replica, wire = ends
-    wire.answer(frames.Prefilled("r", RESULT))
     leg = asyncio.create_task(replica.prefill(request(), HANDOFF))
     await asyncio.sleep(0)
     assert (replica.view().own_prompt_tokens, replica.view().own_kv_tokens) == (3, 0)
+    wire.answer(frames.Prefilled("r", RESULT))
     assert await leg == RESULT
     assert replica.view().own_requests == 0
+    leg = asyncio.create_task(replica.prefill(request("r2"), HANDOFF))
+    await asyncio.sleep(0)
     wire.answer(frames.Failed("r2", EngineFailed("it broke").to_wire()))
     with pytest.raises(EngineFailed):
-        await replica.prefill(request("r2"), HANDOFF)
+        await leg
     assert [type(message) for message in wire.sent] == [frames.SubmitPrefill] * 2
 
 
 async def test_a_lost_channel_ends_every_leg(ends: tuple[RemoteReplica, Wire]) -> None:
     replica, wire = ends
-    wire.answer(frames.Granted("r"))
 
     async def decode() -> list[Delta]:
         async with replica.decode(request(), None) as leg:
             return [one async for one in leg]
 
     legs = [asyncio.create_task(decode()), asyncio.create_task(replica.prefill(request("p"), HANDOFF))]
+    await asyncio.sleep(0)
+    wire.answer(frames.Granted("r"))
     await asyncio.sleep(0.01)
     wire.close()
     assert [type(end) for end in await asyncio.gather(*legs, return_exceptions=True)] == [ReplicaLost] * 2

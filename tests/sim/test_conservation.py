@@ -6,7 +6,6 @@ import random
 import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.sim.small import PROFILE, RULES, spec
 
 from pd_serve.policy.admission import AdmissionRules
 from pd_serve.sim.audit import at_rest, audit
@@ -15,6 +14,7 @@ from pd_serve.sim.report import report
 from pd_serve.sim.spec import Control, Fault
 from pd_serve.sim.workloads.arrival import Arrival
 from pd_serve.types import Role
+from tests.sim.small import PROFILE, RULES, spec
 
 LEASE_S = 5.0
 
@@ -36,17 +36,17 @@ def clusters(draw):
     prefill = draw(st.integers(0, 2))
     roles = list(Role) if prefill else [Role.DECODE]
     profile = msgspec.structs.replace(
-        PROFILE, kv_tokens=draw(st.sampled_from([800, 3000, 20_000])), start_s=draw(st.sampled_from([0.5, 3.0]))
+        PROFILE, kv_tokens=draw(st.sampled_from([20_000, 3000, 800])), start_s=draw(st.sampled_from([0.5, 3.0]))
     )
     rules = msgspec.structs.replace(
         RULES,
-        max_num_seqs=draw(st.sampled_from([1, 3, 16])),
+        max_num_seqs=draw(st.sampled_from([16, 3, 1])),
         max_num_batched_tokens=draw(st.sampled_from([64, 256, 1024])),
         enable_prefix_caching=draw(st.booleans()),
     )
     links = msgspec.structs.replace(
         spec().links,
-        node=msgspec.structs.replace(spec().links.node, bytes_per_s=draw(st.sampled_from([1e5, 1e6, 1e9]))),
+        node=msgspec.structs.replace(spec().links.node, bytes_per_s=draw(st.sampled_from([1e9, 1e7, 1e6]))),
         wire_s=draw(st.sampled_from([0.0, 0.0005])),
     )
     return spec(
@@ -58,18 +58,18 @@ def clusters(draw):
         ingresses=draw(st.integers(1, 2)),
         seed=draw(st.integers(0, 100)),
         control=Control(drain_s=2.0),
-        faults=tuple(draw(st.lists(faults(roles), max_size=4))),
+        faults=tuple(draw(st.lists(faults(roles), max_size=5))),
         admission=AdmissionRules(
-            max_running=draw(st.sampled_from([2, 50])), max_queue=draw(st.sampled_from([0, 5, 100]))
+            max_running=draw(st.sampled_from([50, 2])), max_queue=draw(st.sampled_from([100, 5, 0]))
         ),
-        first_token_timeout_s=draw(st.sampled_from([1.0, 20.0])),
+        first_token_timeout_s=draw(st.sampled_from([20.0, 1.0])),
         total_timeout_s=25.0,
         no_replica_timeout_s=draw(st.sampled_from([1.0, 5.0])),
-        lease_s=draw(st.sampled_from([0.3, LEASE_S])),
+        lease_s=draw(st.sampled_from([LEASE_S, 0.3])),
         settle_at_blocks=draw(st.booleans()),
         recompute=draw(st.booleans()),
         max_model_len=600,
-        max_tokens=draw(st.sampled_from([20, 150])),
+        max_tokens=draw(st.sampled_from([150, 20])),
     )
 
 
@@ -78,9 +78,9 @@ def workloads(draw):
     rng = random.Random(draw(st.integers(0, 10_000)))
     pace = draw(st.sampled_from([5.0, 50.0, 300.0]))
     now, rows = 0.0, []
-    for number in range(draw(st.integers(1, 60))):
+    for number in range(draw(st.integers(10, 80))):
         now += rng.expovariate(pace)
-        prompt, output = rng.randrange(1, 640), rng.randrange(1, 80)
+        prompt, output = rng.choice([rng.randrange(1, 64), rng.randrange(64, 640)]), rng.randrange(1, 150)
         units = (rng.randrange(4),) if prompt >= 512 else ()
         units += (1000 + rng.randrange(30),)
         full = (prompt + output) // 512 - prompt // 512

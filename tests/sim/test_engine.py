@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from tests.sim.small import PROFILE, STEPS
 
 from pd_serve.sim.blocks import Unit
 from pd_serve.sim.clock import Clock
@@ -10,6 +9,7 @@ from pd_serve.sim.engine import Engine
 from pd_serve.sim.histogram import Histogram
 from pd_serve.sim.profile import attention_pairs, step_s
 from pd_serve.sim.sequence import Sequence, Stage
+from tests.sim.small import PROFILE, STEPS
 
 
 class Ears:

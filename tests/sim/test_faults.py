@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
-from tests.sim.small import FAST, PROFILE, STEPS, request, simulate, spec
 
 from pd_serve.sim.audit import at_rest
 from pd_serve.sim.spec import Control, Fault
 from pd_serve.types import Role
+from tests.sim.small import FAST, PROFILE, STEPS, request, simulate, spec
 
 
 def strike(kind, role, at, **other):

@@ -1,12 +1,12 @@
 import msgspec
 import pytest
-from tests.sim.small import FAST
 
 from pd_serve.sim.clock import Clock
 from pd_serve.sim.fleet import Slots, mixed
 from pd_serve.sim.network import Network, Place
 from pd_serve.sim.spec import Layout
 from pd_serve.types import Role
+from tests.sim.small import FAST
 
 HERE, BESIDE, NEAR, FAR = Place(0, 0, 0), Place(0, 0, 1), Place(1, 0, 0), Place(4, 1, 0)
 

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from tests.sim.small import FAST, PATH, PROFILE, RULES, STEPS, request, simulate, spec
 
 from pd_serve.path import frames, gate, pools
 from pd_serve.policy.admission import AdmissionRules
@@ -10,6 +9,7 @@ from pd_serve.policy.routing import ROUTERS, Plan
 from pd_serve.sim.network import Link
 from pd_serve.sim.profile import Overheads, attention_pairs, step_s
 from pd_serve.sim.rules import LiveConstants
+from tests.sim.small import FAST, PATH, PROFILE, RULES, STEPS, request, simulate, spec
 
 
 def prefill_s(tokens):
@@ -56,7 +56,7 @@ def test_a_short_prompt_stays_where_it_decodes():
 
 def test_overheads_and_wires_come_on_top():
     overheads = Overheads(
-        ingress_s=0.1, prefill_leg_s=0.02, decode_leg_s=0.003, handoff_s=0.01, handoff_bytes_per_s=1.008e6
+        ingress_s=0.1, prefill_leg_s=0.02, decode_leg_s=0.003, handoff_s=0.01, handoff_byte_s=1 / 1.008e6
     )
     slow = spec(profile=msgspec.structs.replace(PROFILE, overheads=overheads))
     slow = msgspec.structs.replace(slow, links=msgspec.structs.replace(FAST, wire_s=0.001))

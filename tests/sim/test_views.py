@@ -1,13 +1,15 @@
 """Views are as stale as in real life."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
-from tests.sim.small import FAST, PROFILE, RULES, request, spec
 
 from pd_serve.policy.routing import ROUTERS, least_loaded
 from pd_serve.sim.cluster import Cluster
 from pd_serve.sim.spec import Fault
 from pd_serve.types import ReplicaState, Role
+from tests.sim.small import FAST, PROFILE, RULES, request, spec
 
 
 @pytest.fixture
@@ -47,10 +49,8 @@ def test_reports_come_twice_a_second_after_a_wire(seen):
     ages = [view.decode[0].stats_age_s for view in seen]
     assert 0.45 < max(ages) <= 0.5
     assert min(ages) < 0.05
-    changes = [view.now for before, view in zip(seen, seen[1:], strict=False) if view.decode[0] is not before.decode[0]]
-    assert len(changes) > 5
     running = [view.decode[0].stats.running for view in seen]
-    steps = sum(a != b for a, b in zip(running, running[1:], strict=False))
+    steps = sum(a != b for a, b in pairwise(running))
     assert steps <= 9  # one for each report in four seconds, though the truth changed 200 times
 
 
@@ -85,7 +85,7 @@ def test_a_draining_replica_gets_nothing_new(seen):
     rows = [request(at=0.1 * number, output=300) for number in range(40)]
     cluster = run(spec(decode=2, faults=(fault,)), rows)
     assert cluster.collector.outcomes == {"ok": 40}
-    assert list(cluster.replicas) == ["decode-1", "prefill-0"] or set(cluster.replicas) == {"decode-1", "prefill-0"}
+    assert set(cluster.replicas) == {"decode-1", "prefill-0"}
     assert all(
         one.state is not ReplicaState.READY for view in seen if view.now > 1.0 for one in view.decode
         if one.info.id == "decode-0"

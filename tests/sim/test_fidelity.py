@@ -1,0 +1,132 @@
+"""The simulator against the live request path: the same workload, the real path with fake engines on virtual time.
+
+Everything between the client and the engine is the live code, and the fake engine has a scheduler, a cache and
+hand-offs of its own; only time is virtual, so the comparison is exact and the same in every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+from tests.path.cluster import Cluster, fast, request, rules
+from tests.sim.small import PATH, PROFILE, RULES, simulate, spec
+from tests.sim.virtual_time import run
+
+from pd_serve.engine.fake import FakeSettings
+from pd_serve.policy.admission import AdmissionRules
+from pd_serve.sim.histogram import exact_percentile
+from pd_serve.sim.network import Link, Links
+from pd_serve.sim.profile import StepTimes
+from pd_serve.sim.spec import Spec
+from pd_serve.sim.workloads.arrival import Arrival
+from pd_serve.types import Delta
+
+WARM_S = 5.0
+"""Arrivals begin so long after the start, when all replicas have reported."""
+NO_DISTANCE = Link(bytes_per_s=1e15, latency_s=0.0)
+
+
+def workload(count: int, rate: float, seed: int, longest: int = 800) -> list[Arrival]:
+    rng, now = random.Random(seed), WARM_S
+    rows = []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        rows.append(Arrival(at=now, prompt_tokens=rng.randrange(20, longest), output_tokens=rng.randrange(2, 60)))
+    return rows
+
+
+def settings(**other: object) -> FakeSettings:
+    return fast(**{"prefill_tokens_per_s": 20_000.0, "decode_step_s": 0.01, "max_model_len": 2048, **other})
+
+
+async def _live(prefills: int, decodes: int, fake: FakeSettings, rows: list[Arrival], limits: AdmissionRules):
+    path = rules(max_running=limits.max_running, max_queue=limits.max_queue, total_timeout_s=120.0)
+    cluster = await Cluster.start(prefills, decodes, settings=fake, rules=path)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    seen: list[tuple[float, float] | None] = []
+
+    async def ask(number: int, row: Arrival) -> None:
+        await asyncio.sleep(row.at - (loop.time() - began))
+        arrived, moments = loop.time(), []
+
+        def note(delta: Delta) -> None:
+            moments.extend([loop.time()] * sum(len(choice.token_ids) for choice in delta.choices))
+
+        asked = request(row.prompt_tokens, row.output_tokens, seed=number, sampling={"ignore_eos": True})
+        try:
+            async for delta in cluster.ingress.stream(asked):
+                note(delta)
+        except Exception:
+            seen.append(None)
+            return
+        seen.append((moments[0] - arrived, (moments[-1] - moments[0]) / (len(moments) - 1)))
+
+    await asyncio.gather(*(ask(number, row) for number, row in enumerate(rows)))
+    preempted = sum(node.engine.preemptions for node in cluster.nodes)
+    await cluster.close()
+    return [one for one in seen if one], sum(one is None for one in seen), preempted
+
+
+def _simulated(prefills: int, decodes: int, fake: FakeSettings, rows: list[Arrival], limits: AdmissionRules) -> Spec:
+    steps = StepTimes(
+        prefill_base_s=0.0,
+        prefill_token_s=1.0 / fake.timing.prefill_tokens_per_s,
+        prefill_attention_s=0.0,
+        decode_base_s=fake.timing.decode_step_s,
+        decode_sequence_s=0.0,
+        decode_context_s=0.0,
+    )
+    return spec(
+        prefill=prefills,
+        decode=decodes,
+        profile=msgspec.structs.replace(PROFILE, steps=steps, kv_tokens=fake.kv_tokens),
+        rules=msgspec.structs.replace(
+            RULES, max_num_seqs=fake.max_num_seqs, max_num_batched_tokens=fake.max_num_batched_tokens
+        ),
+        links=Links(node=NO_DISTANCE, rack=NO_DISTANCE, across=NO_DISTANCE, wire_s=0.0),
+        admission=limits,
+        max_model_len=fake.max_model_len,
+        first_token_timeout_s=60.0,
+        no_replica_timeout_s=5.0,
+        lease_s=10.0,
+        max_tokens=PATH.max_tokens,
+    )
+
+
+CASES = {
+    "one_pair_calm": (1, 1, 200, 8.0, {}, AdmissionRules(max_running=256, max_queue=256)),
+    "one_pair_busy": (1, 1, 400, 40.0, {}, AdmissionRules(max_running=256, max_queue=256)),
+    "aggregated": (0, 1, 300, 15.0, {}, AdmissionRules(max_running=256, max_queue=256)),
+    "four_and_two": (4, 2, 400, 60.0, {}, AdmissionRules(max_running=256, max_queue=256)),
+    "chunks": (1, 1, 200, 15.0, {"max_num_batched_tokens": 128}, AdmissionRules(max_running=256, max_queue=256)),
+    "little_kv": (1, 1, 200, 10.0, {"kv_tokens": 2048}, AdmissionRules(max_running=256, max_queue=256)),
+    "few_sequences": (1, 1, 200, 12.0, {"max_num_seqs": 3}, AdmissionRules(max_running=256, max_queue=256)),
+    "gate": (1, 1, 300, 40.0, {}, AdmissionRules(max_running=8, max_queue=20)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_path_and_the_simulator_agree_within_five_percent(case, record_property):
+    prefills, decodes, count, rate, other, limits = CASES[case]
+    fake = settings(**other)
+    rows = workload(count, rate, seed=3)
+    # The live client asks for exactly the output it will get; so does the simulated one.
+    rows = [msgspec.structs.replace(row, max_tokens=row.output_tokens) for row in rows]
+    live, refused, preempted = run(_live(prefills, decodes, fake, rows, limits))
+    cluster, served = simulate(_simulated(prefills, decodes, fake, rows, limits), rows)
+    ok = [one for one in served if one.outcome == "ok"]
+    for name, measured, simulated in (
+        ("ttft_p50", [ttft for ttft, _ in live], [one.first_token for one in ok]),
+        ("tpot_p50", [tpot for _, tpot in live], [one.tpot for one in ok]),
+    ):
+        a, b = exact_percentile(simulated, 50), exact_percentile(measured, 50)
+        record_property(name, {"simulated": a, "measured": b})
+        print(case, name, a, b, exact_percentile(simulated, 90), exact_percentile(measured, 90))
+        assert a == pytest.approx(b, rel=0.05), name
+    assert len(ok) == pytest.approx(len(live), rel=0.05)
+    assert refused + len(live) == count
+    print(case, refused, preempted, cluster.totals(next(iter(cluster.collector.pools))).preemptions, cluster.collector.outcomes)
