@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------- engine
 
 
+REASONING_ARG = "pd_serve_reasoning"
+"""Name of the reasoning parser's state among a request's `extra_args`, on the way to the engine only."""
+
+
 def engine_version() -> str:
     """vLLM's version, equal for its builds for different hardware."""
     import vllm
@@ -61,6 +65,21 @@ def as_deltas(params: SamplingParams, max_tokens: int, n: int) -> SamplingParams
     params.max_tokens = max_tokens
     params.n = n
     return params
+
+
+def put_reasoning(ended: bool | None, parser_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """What the engine's grammar has to know of a reasoning parser, as `extra_args` for the way to the engine."""
+    if ended is None and parser_kwargs is None:
+        return {}
+    return {REASONING_ARG: {"reasoning_ended": ended, "reasoning_parser_kwargs": parser_kwargs}}
+
+
+def take_reasoning(params: SamplingParams) -> dict[str, Any]:
+    """Take out of `extra_args` what `put_reasoning` put there: keyword arguments of `AsyncLLM.generate`."""
+    extra_args = dict(params.extra_args or {})
+    reasoning: dict[str, Any] = extra_args.pop(REASONING_ARG, {})
+    params.extra_args = extra_args or None
+    return reasoning
 
 
 def is_request_error(error: BaseException) -> bool:

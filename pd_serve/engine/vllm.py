@@ -165,6 +165,7 @@ class VllmEngine:
     async def _run(self, request: Request, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
         """The engine's outputs for one leg. Leaving it early aborts the request in the engine."""
         llm = self._engine.llm
+        reasoning = compat.take_reasoning(params)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
@@ -173,7 +174,7 @@ class VllmEngine:
         leg = self._legs[request.id] = _Leg(request)
         try:
             with typed_errors("the engine failed"):
-                outputs = llm.generate(prompt, params, request.id, priority=request.priority)
+                outputs = llm.generate(prompt, params, request.id, priority=request.priority, **reasoning)
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         if leg.waiting:

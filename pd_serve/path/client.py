@@ -22,6 +22,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
+from pd_serve.compat import REASONING_ARG, put_reasoning
 from pd_serve.compat_http import TASKS, GenerationError
 from pd_serve.errors import InvalidRequest, PdServeError
 from pd_serve.path import context, failure
@@ -29,7 +30,7 @@ from pd_serve.path.outputs import ChoiceOutput, Output, Outputs, Want
 from pd_serve.path.request import RequestPath
 from pd_serve.types import LogprobsAtPosition, Request
 
-INTERNAL_ARGS = ("kv_transfer_params", "ec_transfer_params")
+INTERNAL_ARGS = ("kv_transfer_params", "ec_transfer_params", REASONING_ARG)
 """What travels between engines and may not come from outside (case B26)."""
 MAX_ID_CHARS = 128
 """Of the id that the application made, in part out of a header of the client's."""
@@ -88,7 +89,7 @@ class PdEngineClient(EngineClient):
         """
         try:
             checked = self._checked(prompt, sampling_params, request_id, lora_request, tokenization_kwargs)
-            reasoning = _reasoning(reasoning_ended, reasoning_parser_kwargs)
+            reasoning = put_reasoning(reasoning_ended, reasoning_parser_kwargs)
             request = _request(checked, sampling_params, request_id, priority, reasoning)
             outputs = Outputs(
                 Want(sampling_params.output_kind.name),
@@ -226,13 +227,6 @@ def _request(
 def _salt(tenant: str, wished: str | None) -> str | None:
     """Invariant 9: what one tenant cached is not found by another, whatever salt it sends."""
     return f"{len(tenant)}:{tenant}:{wished or ''}" if tenant else wished
-
-
-def _reasoning(ended: bool | None, parser_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """What the engine's grammar has to know of a reasoning parser; the vLLM engine takes it out again."""
-    if ended is None and parser_kwargs is None:
-        return {}
-    return {"pd_serve_reasoning": {"ended": ended, "parser_kwargs": parser_kwargs}}
 
 
 # ---------------------------------------------------------------------------------------- out

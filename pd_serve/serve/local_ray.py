@@ -29,8 +29,11 @@ class LocalRay:
 
 
 def local_environment(local: LocalRay) -> dict[str, str]:
-    """Prepare the temp dir, and say which environment a private Ray needs: HAProxy on, all files in the temp dir, engines
-    at the priority of any process, and a token of its own without which nobody on the machine gets in."""
+    """Prepare the temp dir, and say which environment a private Ray needs.
+
+    HAProxy is on, all files are in the temp dir, engines have the priority of any process, and Ray has a token of its
+    own (not the user's) without which nobody on the machine gets in.
+    """
     temp = Path(local.temp_dir)
     haproxy = temp / "haproxy"
     for directory in (haproxy, temp / "tmp"):

@@ -87,7 +87,7 @@ class Cluster:
         for role in mixed(pools):
             self._ready(self._new_life(role))
         for ingress in self.ingresses:
-            self._look_for_silence(ingress)
+            self.clock.after(self._phases.random() * self.spec.path.live.ping_period_s, self._ping, ingress)
         for fault in self.spec.faults:
             self.clock.at(fault.at, self._strike, fault)
         self.clock.after(2 * self.spec.links.wire_s, self._next_arrival)  # when every replica was heard of
@@ -239,9 +239,15 @@ class Cluster:
             raise ValueError(f"there is no {role} pool")
         return pool
 
-    def _look_for_silence(self, ingress: Ingress) -> None:
+    def _ping(self, ingress: Ingress) -> None:
+        """The ingress gives up those that are silent, and pings the others."""
         ingress.look_for_silence()
-        self.clock.after(self.spec.path.live.ping_period_s, self._look_for_silence, ingress)
+        self.clock.after(self.spec.links.wire_s, self._pinged, ingress)
+        self.clock.after(self.spec.path.live.ping_period_s, self._ping, ingress)
+
+    def _pinged(self, ingress: Ingress) -> None:
+        answers = [replica.answer() for replica in self.replicas.values()]
+        self.clock.after(self.spec.links.wire_s, ingress.on_answers, [answer for answer in answers if answer])
 
     # ------------------------------------------------------------------------------------ sums
 

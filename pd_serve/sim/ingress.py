@@ -20,9 +20,9 @@ from pd_serve.sim.outcome import Served
 from pd_serve.sim.request import Run
 from pd_serve.sim.rules import PathRules
 from pd_serve.sim.timeouts import Timeouts
-from pd_serve.sim.views import Views
+from pd_serve.sim.views import Answer, Views
 from pd_serve.sim.workloads.arrival import Arrival
-from pd_serve.types import EngineStats, Plan, ReplicaInfo, Request
+from pd_serve.types import Plan, ReplicaInfo, Request
 
 if TYPE_CHECKING:
     from pd_serve.sim.replica import Replica
@@ -188,8 +188,11 @@ class Ingress:
         if not self.attempts.get(replica_id):
             self.attempts.pop(replica_id, None)
 
-    def on_stats(self, replica_id: str, stats: EngineStats, draining: bool) -> None:
-        self.views.report(replica_id, stats, draining, self.clock.now)
+    def on_answers(self, answers: list[Answer]) -> None:
+        """Replicas said what they hold."""
+        now = self.clock.now
+        for replica_id, stats, draining in answers:
+            self.views.report(replica_id, stats, draining, now)
         self.changed()
 
     def channel_lost(self, replica_id: str) -> None:

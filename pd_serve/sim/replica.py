@@ -21,6 +21,7 @@ from pd_serve.sim.network import Network, Place
 from pd_serve.sim.profile import Profile
 from pd_serve.sim.rules import PathRules
 from pd_serve.sim.sequence import Sequence, Stage
+from pd_serve.sim.views import Answer
 from pd_serve.sim.workloads.arrival import UNIT_TOKENS
 from pd_serve.types import EngineStats, ReplicaInfo, Role
 
@@ -237,15 +238,21 @@ class Replica:
         if attempt.handoff is not None and self.info.role is Role.DECODE:
             self.kv.cancel(attempt.handoff.id)
 
-    def report(self, ingresses: list[Ingress]) -> EngineStats | None:
-        """Expire what is due, and tell every ingress the counts. None when the process is gone or stands still."""
+    def answer(self) -> Answer | None:
+        """What it says of itself; None when the process is gone or stands still."""
         if not self.alive or self._stalled is not None:
             return None
         self.room.expire(self._clock.now)
+        return self.info.id, self.stats(), self.draining
+
+    def report(self, ingresses: list[Ingress]) -> EngineStats | None:
+        """Expire what is due, and tell every ingress the counts. None when the process is gone or stands still."""
+        answer = self.answer()
+        if answer is None:
+            return None
         self.kv.expire()
-        stats = self.stats()
-        self._tell(_heard, ingresses, self.info.id, stats, self.draining)
-        return stats
+        self._tell(_heard, ingresses, answer)
+        return answer[1]
 
     # ------------------------------------------------------------------------------------ ends and faults
 
@@ -287,7 +294,7 @@ class Replica:
                 handle(*args)
 
 
-def _heard(ingresses: list[Ingress], replica_id: str, stats: EngineStats, draining: bool) -> None:
+def _heard(ingresses: list[Ingress], answer: Answer) -> None:
     """A report arrives at all ingresses."""
     for ingress in ingresses:
-        ingress.on_stats(replica_id, stats, draining)
+        ingress.on_answers([answer])

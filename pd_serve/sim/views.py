@@ -5,6 +5,8 @@ from __future__ import annotations
 from pd_serve.sim.rules import LiveConstants
 from pd_serve.types import ClusterView, EngineStats, ReplicaInfo, ReplicaState, ReplicaView, Role
 
+Answer = tuple[str, EngineStats, bool]
+"""What a replica says of itself: id, counts, whether it is draining."""
 _NO_STATS = EngineStats()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pd_serve.compat import REASONING_ARG, take_reasoning
 from pd_serve.config import AppConfig
 from pd_serve.errors import InvalidRequest, Overloaded, PdServeError, ReplicaLost
 from pd_serve.model_dir import demo_dir
@@ -182,7 +183,10 @@ async def test_what_a_reasoning_parser_knows_goes_along(client: Any) -> None:
     kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
     await outputs(client, params(), reasoning_ended=False, reasoning_parser_kwargs=kwargs)
     known = sent_sampling(client).extra_args
-    assert known == {"pd_serve_reasoning": {"ended": False, "parser_kwargs": kwargs}}
+    assert known == {REASONING_ARG: {"reasoning_ended": False, "reasoning_parser_kwargs": kwargs}}
+    at_the_engine = sent_sampling(client)
+    assert take_reasoning(at_the_engine) == known[REASONING_ARG]
+    assert at_the_engine.extra_args is None
 
 
 async def test_tenants_do_not_share_a_salt(client: Any) -> None:

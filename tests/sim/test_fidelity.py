@@ -11,9 +11,6 @@ import random
 
 import msgspec
 import pytest
-from tests.path.cluster import Cluster, fast, request, rules
-from tests.sim.small import PATH, PROFILE, RULES, simulate, spec
-from tests.sim.virtual_time import run
 
 from pd_serve.engine.fake import FakeSettings
 from pd_serve.policy.admission import AdmissionRules
@@ -23,6 +20,9 @@ from pd_serve.sim.profile import StepTimes
 from pd_serve.sim.spec import Spec
 from pd_serve.sim.workloads.arrival import Arrival
 from pd_serve.types import Delta
+from tests.path.cluster import Cluster, fast, request, rules
+from tests.sim.small import PATH, PROFILE, RULES, simulate, spec
+from tests.sim.virtual_time import run
 
 WARM_S = 5.0
 """Arrivals begin so long after the start, when all replicas have reported."""
@@ -103,7 +103,7 @@ CASES = {
     "aggregated": (0, 1, 300, 15.0, {}, AdmissionRules(max_running=256, max_queue=256)),
     "four_and_two": (4, 2, 400, 60.0, {}, AdmissionRules(max_running=256, max_queue=256)),
     "chunks": (1, 1, 200, 15.0, {"max_num_batched_tokens": 128}, AdmissionRules(max_running=256, max_queue=256)),
-    "little_kv": (1, 1, 200, 10.0, {"kv_tokens": 2048}, AdmissionRules(max_running=256, max_queue=256)),
+    "little_kv": (1, 1, 1000, 10.0, {"kv_tokens": 2048}, AdmissionRules(max_running=256, max_queue=256)),
     "few_sequences": (1, 1, 200, 12.0, {"max_num_seqs": 3}, AdmissionRules(max_running=256, max_queue=256)),
     "gate": (1, 1, 300, 40.0, {}, AdmissionRules(max_running=8, max_queue=20)),
 }
