@@ -65,7 +65,7 @@ class Gate:
             if turn.done() and not turn.cancelled():  # let in at the very moment it gave up
                 self._running -= 1
                 self._let_next_in()
-            elif turn in self._waiting:
+            else:
                 self._waiting.remove(turn)
             self._gauge()
             if isinstance(error, TimeoutError):
@@ -73,9 +73,11 @@ class Gate:
             raise
 
     def _let_next_in(self) -> None:
-        while self._waiting and self._running < self._rules.max_running:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else it gave up, and has not run since
+        for turn in list(self._waiting):
+            if self._running >= self._rules.max_running:
+                return
+            if not turn.done():  # else it gave up; it waits until it runs and leaves the queue itself
+                self._waiting.remove(turn)
                 self._running += 1
                 turn.set_result(None)
 

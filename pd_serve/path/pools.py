@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from pd_serve.errors import DeadlineExceeded, PdServeError, ReplicaLost, from_wire
 from pd_serve.path import frames
@@ -38,11 +39,18 @@ PING_S = 1.0
 Connect = Callable[[ReplicaInfo], IngressWire]
 
 
+def _future() -> asyncio.Future[Any]:
+    """A future whose error nobody need read: whoever waited for it may have left in the same instant."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    return future
+
+
 class Leg:
     """One decode leg as the ingress reads it: deltas in order, then the end or an error."""
 
     def __init__(self) -> None:
-        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.granted: asyncio.Future[None] = _future()
         self._arrived: asyncio.Queue[Delta | PdServeError] = asyncio.Queue()
         self.ended = False
 
@@ -129,7 +137,7 @@ class RemoteReplica:
         Raises:
             PdServeError: whatever ended it.
         """
-        result: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[PrefillResult] = _future()
         self._prefills[request.id] = result
         self._enter(request)
         try:

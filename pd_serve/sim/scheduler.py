@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from pd_serve.sim.batch import DecodeBatch
-from pd_serve.sim.blocks import Blocks
+from pd_serve.sim.blocks import Blocks, Unit
 from pd_serve.sim.sequence import Sequence, Stage
 
 
@@ -35,6 +35,7 @@ class Scheduler:
         self.blocked = False
         """Who waits cannot be let in before something leaves."""
         self.preemptions = 0
+        self._own_units = 0
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -152,6 +153,7 @@ class Scheduler:
         self.preemptions += 1
         sequence.preempted += 1
         self._take_out(sequence)
+        self._keep_own(sequence)
         self._free(sequence)
         sequence.last_token_at = now
         sequence.target = sequence.prompt_tokens + sequence.generated
@@ -208,6 +210,20 @@ class Scheduler:
                 self.fresh.remove(sequence)
         self.running.pop(sequence, None)
         self.prefilling.pop(sequence, None)
+
+    def _keep_own(self, sequence: Sequence) -> None:
+        """What a preempted sequence computed stays in the cache, where it finds it again if nobody needed the room."""
+        cached = sequence.held[-1].end if sequence.held else 0
+        blocks = sequence.computed // self.block_size - cached // self.block_size
+        if blocks <= 0 or sum(unit.blocks for unit in sequence.held) * self.block_size != cached:
+            return
+        for number in range(blocks):
+            self._own_units += 1
+            own = Unit(-self._own_units, 1, cached + (number + 1) * self.block_size)
+            if self.blocks.publish(own):
+                sequence.held.append(own)
+                sequence.private -= 1
+        sequence.units = tuple(sequence.held)
 
     def _publish_output(self, sequence: Sequence) -> None:
         """What the next turn of the conversation begins with is there for it. The prompt's last unit, when it is not

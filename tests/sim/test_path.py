@@ -27,6 +27,7 @@ def test_constants_are_those_of_the_live_path():
         suspect_after_s=pools.SUSPECT_AFTER_S,
         lost_after_s=pools.LOST_AFTER_S,
         rate_window_s=gate.RATE_WINDOW_S,
+        ping_period_s=pools.PING_S,
     )
 
 

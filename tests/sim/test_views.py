@@ -51,7 +51,7 @@ def test_reports_come_twice_a_second_after_a_wire(seen):
     assert min(ages) < 0.05
     running = [view.decode[0].stats.running for view in seen]
     steps = sum(a != b for a, b in pairwise(running))
-    assert steps <= 9  # one for each report in four seconds, though the truth changed 200 times
+    assert 5 < steps <= 15  # three reports and answers a second, though the truth changed 400 times
 
 
 def test_a_hung_replica_is_suspect_after_four_seconds_and_its_legs_are_lost_after_twelve(seen):
