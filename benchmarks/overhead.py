@@ -109,8 +109,8 @@ def compare(engine: str, turns: int, rng: random.Random) -> dict[str, Any]:
                 row[who] = measure(base_url, rng)
             one, many = row[who]["alone"], row[who]["many"]
             print(
-                f"{engine} turn {turn} {who:9}: TTFT at 1 {one.ttft.p50 * 1e3:.1f} ms, TPOT {one.tpot.p50 * 1e3:.1f} ms,"
-                f" {many.output_tokens_per_s:.0f} tokens/s at 64, failed {one.failed + many.failed}",
+                f"{engine} turn {turn} {who:9}: TTFT at 1 {one.ttft.p50 * 1e3:.1f} ms,"
+                f" TPOT {one.tpot.p50 * 1e3:.1f} ms, {many.output_tokens_per_s:.0f} tokens/s at 64, failed {one.failed + many.failed}",
                 flush=True,
             )
         rows.append(row)

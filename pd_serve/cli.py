@@ -160,6 +160,23 @@ def smoke(
 
 
 @app.command()
+def rayservice(
+    config: Config,
+    image: Annotated[str, typer.Option(help="Container image built from cluster/Dockerfile.")],
+    name: Annotated[str, typer.Option(help="Name of the RayService.")] = "pd-serve",
+) -> None:
+    """Write a KubeRay RayService that serves CONFIG as it stands, for `kubectl apply -f -`.
+
+    API keys come from the entry `keys` of the Kubernetes secret pd-serve-api-keys; without it every request is refused.
+
+    Example: `pd-serve rayservice configs/local.yaml --image registry/pd-serve:1 > rayservice.yaml`
+    """
+    from pd_serve.ops.rayservice import manifest
+
+    sys.stdout.write(manifest(config, name, image))
+
+
+@app.command()
 def version() -> None:
     """Say which versions of pd_serve, Ray, vLLM and torch are installed.
 

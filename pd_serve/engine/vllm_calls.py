@@ -24,7 +24,8 @@ def typed_errors(what: str, *, its_fault: bool = False) -> Iterator[None]:
     """The engine's exceptions as ours: InvalidRequest for what it refuses, EngineFailed with `what` otherwise.
 
     Args:
-        its_fault: no request is involved, so whatever is raised is the engine's fault.
+        its_fault: no request is involved, so whatever is raised is the engine's fault; its operator reads the message,
+            which then says why.
     """
     try:
         yield
@@ -33,7 +34,14 @@ def typed_errors(what: str, *, its_fault: bool = False) -> Iterator[None]:
     except Exception as error:
         if compat.is_request_error(error) and not its_fault:
             raise InvalidRequest(str(error), param=getattr(error, "parameter", None)) from error
-        raise EngineFailed(f"{what}: {type(error).__name__}") from error
+        why = f": {first_line(error)}" if its_fault else ""
+        raise EngineFailed(f"{what}: {type(error).__name__}{why}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something, at most 300 characters of it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no reason given"
 
 
 async def describe_kv(llm: AsyncLLM) -> tuple[str, int]:

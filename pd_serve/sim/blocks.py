@@ -90,13 +90,17 @@ class Blocks:
         """Make `blocks` blocks private to a sequence. False, and nothing changes, when there are not enough."""
         if blocks > self.free + self.idle_blocks:
             return False
+        self.make_free(blocks)
+        self.free -= blocks
+        return True
+
+    def make_free(self, blocks: int) -> None:
+        """Give up cached units until so many blocks, of those that are available, hold nothing."""
         while self.free < blocks:
             _, given_up = self.idle.popitem(last=False)
             self.idle_blocks -= given_up
             self.free += given_up
             self.evicted += given_up
-        self.free -= blocks
-        return True
 
     def publish(self, unit: Unit) -> bool:
         """Private blocks of a sequence became this unit, which it now holds. False when another copy is here: the

@@ -61,6 +61,7 @@ class Scheduler:
             preemptions = self.preemptions
             while self.batch.blocks_for(1) > self.blocks.available:
                 self._preempt(next(reversed(self.running)), now)
+            self.blocks.make_free(self.batch.blocks_for(1))  # who runs is served before who waits
             if self.preemptions == preemptions:
                 self._admit()
         else:
