@@ -108,9 +108,10 @@ def compare(engine: str, turns: int, rng: random.Random) -> dict[str, Any]:
             with server as base_url:
                 row[who] = measure(base_url, rng)
             one, many = row[who]["alone"], row[who]["many"]
+            failed = one.failed + many.failed
             print(
-                f"{engine} turn {turn} {who:9}: TTFT at 1 {one.ttft.p50 * 1e3:.1f} ms,"
-                f" TPOT {one.tpot.p50 * 1e3:.1f} ms, {many.output_tokens_per_s:.0f} tokens/s at 64, failed {one.failed + many.failed}",
+                f"{engine} turn {turn} {who:9}: TTFT at 1 {one.ttft.p50 * 1e3:.1f} ms, "
+                f"TPOT {one.tpot.p50 * 1e3:.1f} ms, {many.output_tokens_per_s:.0f} tokens/s at 64, failed {failed}",
                 flush=True,
             )
         rows.append(row)

@@ -31,7 +31,7 @@ GRANT_TIMEOUT_S = 5.0
 """A replica that does not even refuse within this time is treated as lost for this request."""
 SUSPECT_AFTER_S = 4.0
 """Silence after which a replica gets no new work (it reports every 0.5 s)."""
-LOST_AFTER_S = 12.0
+LOST_AFTER_S = 9.0
 """Silence after which its legs are given up."""
 RECONNECT_S = 0.5
 PING_S = 1.0
