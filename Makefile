@@ -8,7 +8,7 @@ PURE := not ray and not vllm and not gpu and not slow
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up check test cases config-docs format clean
+.PHONY: help setup up check test cases docs format clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,8 +33,9 @@ test: setup ## every test but those that need a GPU
 cases: setup ## the public failure cases at their full length
 	PD_SERVE_CASES=full $(BIN)/pytest -m "case and not gpu" $(ARGS)
 
-config-docs: setup ## write docs/config.md from the types
+docs: setup ## write docs/config.md, docs/metrics.md and docs/errors.md from the code
 	$(BIN)/pd-serve config-docs --output docs/config.md
+	$(BIN)/pd-serve reference-docs docs
 
 format: setup ## let ruff format and mend
 	$(BIN)/ruff check --fix .

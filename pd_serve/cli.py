@@ -118,22 +118,37 @@ def config_docs(
         output.write_text(render(), encoding="utf-8")
 
 
+@app.command("reference-docs")
+def reference_docs(
+    directory: Annotated[Path, typer.Argument(metavar="[DIRECTORY]")] = Path("docs"),
+) -> None:
+    """Write the tables of all metrics and all errors, as they are made from the code (metrics.md and errors.md).
+
+    Example: `pd-serve reference-docs docs`
+    """
+    from pd_serve.ops.reference_docs import pages
+
+    for name, page in pages().items():
+        (directory / name).write_text(page, encoding="utf-8")
+
+
 @app.command()
 def conformance(
     config: Annotated[str, typer.Argument(metavar="[CONFIG]")] = "configs/local.yaml",
-    quick: Annotated[bool, typer.Option("--quick", help="Greedy completions at the edges of KV blocks.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="20 prompts instead of 60; each is asked 16 times.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the prompts. Default: a new one.")] = None,
 ) -> None:
     """Compare CONFIG, served with prefill and decode apart, with vLLM's own server: token ids, text, usage.
 
-    Both are started on this machine with the same engine arguments, in float32. Exit code 1 when an answer differs,
+    Both are started on this machine with the same engine arguments, in float32, and asked greedy completions of prompts
+    at the edges of KV blocks: whole and streamed, alone and among others. Exit code 1 when an answer differs,
     KV did not move where it should have, or something is still held at the end.
 
     Example: `pd-serve conformance --quick`
     """
     from pd_serve.ops.conformance_run import run_managed
 
-    if not run_managed(config, seed, out).passed:
+    if not run_managed(config, seed, out, quick=quick).passed:
         raise typer.Exit(1)
 
 

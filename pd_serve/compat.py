@@ -86,8 +86,7 @@ def is_request_error(error: BaseException) -> bool:
     """Whether the engine refused the request itself: 0.32 has a class for that, 0.26 raises ValueErrors."""
     from vllm import exceptions
 
-    client_error = getattr(exceptions, "VLLMClientError", None)
-    return isinstance(error, ValueError) or (client_error is not None and isinstance(error, client_error))
+    return isinstance(error, getattr(exceptions, "VLLMClientError", ValueError))
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
@@ -107,6 +106,23 @@ def end_processes(pids: list[int], patience_s: float = 5.0) -> None:
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+# --------------------------------------------------------------------------------------------- front end
+
+
+def allow_no_device() -> None:
+    """Let vLLM's front end work on a machine without a device, such as an ingress's.
+
+    A build for GPUs that finds none cannot even make an argument parser. To be called before the modules of vLLM that
+    it matters to are imported: they keep the platform that they find.
+    """
+    from vllm import platforms
+
+    if platforms.current_platform.is_unspecified():
+        from vllm.platforms.cpu import CpuPlatform
+
+        platforms.current_platform = CpuPlatform()
 
 
 # --------------------------------------------------------------------------------------------- KV connector

@@ -1,6 +1,7 @@
 """vLLM's HTTP application, its arguments and the configuration behind it, in every version that we support.
 
-0.26 and 0.32 differ in where these things live; `application` is the only way in.
+0.26 and 0.32 differ in where these things live; `application` is the only way in. Where there may be no device, call
+`compat.allow_no_device` before importing this module.
 """
 
 from __future__ import annotations

@@ -133,7 +133,11 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
 
 class KvReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request's KV on the decode side; sent once, with the last delta."""
+    """What became of a request's KV on the decode side.
+
+    It goes with the first delta, or as soon as it is known, so that it is not lost when the request ends early; and
+    with the last delta, whose word is final.
+    """
 
     outcome: KvOutcome
     reason: str = ""
@@ -201,6 +205,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
     info: ReplicaInfo
     state: ReplicaState = ReplicaState.READY
+    reason: str = ""
+    """Why it is not ready, for people; empty when it is."""
     stats: EngineStats = EngineStats()
     stats_age_s: float = 0.0
     own_requests: int = 0

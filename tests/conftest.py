@@ -16,8 +16,13 @@ settings.load_profile("pd_serve")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that is named after a public failure case is one of it."""
     for item in items:
-        if named := re.match(r"test_(b\d\d)_", item.name):
-            item.add_marker(pytest.mark.case(named[1].upper()))
+        for case in cases_in(item.name):
+            item.add_marker(pytest.mark.case(case))
+
+
+def cases_in(name: str) -> list[str]:
+    """The cases that a test's name carries: `test_b16_b17_kv_is_lost[x]` is a test of B16 and B17."""
+    return [case.upper() for case in re.findall(r"(?<=_)b\d\d(?=_)", name.partition("[")[0])]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pd_serve.config_mistakes import model_at
 
 
 def test_the_page_is_current() -> None:
-    assert Path("docs/config.md").read_text(encoding="utf-8") == render(), "run `make config-docs`"
+    assert Path("docs/config.md").read_text(encoding="utf-8") == render(), "run `make docs`"
 
 
 def test_every_key_stands_on_the_page_with_a_sentence() -> None:

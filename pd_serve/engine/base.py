@@ -56,8 +56,8 @@ class Engine(Protocol):
         self, request: Request, handoff: Handoff | None = None, emitted: tuple[int, ...] = ()
     ) -> AsyncIterator[Delta]:
         """Generate. With `handoff`, the prompt's KV is taken from there once it is offered; a KV that does not come
-        or does not match is recomputed (or fails the request) by `kv.load_failure_policy`, and the last delta's
-        `kv` says so. Text, stop strings and logprobs are the engine's.
+        or does not match is recomputed (or fails the request) by `kv.load_failure_policy`, and `kv` of the first
+        and last delta says so. Text, stop strings and logprobs are the engine's.
 
         Args:
             emitted: tokens that the client already has; they are not sent again.

@@ -52,7 +52,7 @@ class Leg:
                 finished=self.finished,
                 cached_tokens=self.sequences[0].cached_tokens if edge else None,
                 prompt_logprobs=None if self._begun else self.prompt_logprobs,
-                kv=self.kv if self.finished else None,
+                kv=self.kv if edge else None,
             )
         )
         self._begun = True

@@ -34,7 +34,7 @@ class Outbox:
 
     def open(self, handoff: Handoff) -> bool:
         """From now on this engine owns the hand-off's KV. False when the id was used before."""
-        return self.ledger.open(handoff.id, time.monotonic(), handoff.lease_s, handoff.target.engine_id)
+        return self.ledger.open(handoff.id, time.monotonic(), handoff.lease_s)
 
     async def offer(self, leg_id: str, handoff: Handoff, pages: bytearray) -> None:
         """Give the pages to the target. Raises TransferFailed when it cannot be reached."""
@@ -83,7 +83,7 @@ class Inbound:
         self._transport = transport
         self._ledger = ledger
         self._began = self._arrived = time.monotonic()
-        self._used_before = not ledger.open(handoff.id, self._began, handoff.lease_s, handoff.source.engine_id)
+        self._used_before = not ledger.open(handoff.id, self._began, handoff.lease_s)
 
     async def take(self) -> Payload:
         """The KV, checked against its envelope. Raises TransferFailed with a reason word."""

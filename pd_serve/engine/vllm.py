@@ -123,6 +123,7 @@ class VllmEngine:
 
         monitor, first = self._engine.monitor, True
         refusal: KvReport | None = None
+        told: KvReport | None = None
         self._room.start(request.id)
         try:
             params = self._decode_params(request)
@@ -136,8 +137,9 @@ class VllmEngine:
                 async for output in outputs:
                     kv = refusal or (monitor.report(wanted.id) if wanted is not None else _NOT_PLANNED)
                     _raise_if_failed(output, kv)
-                    yield delta(output, request, kv, first=first, block_size=self.description.block_size)
-                    first = False
+                    step = delta(output, request, kv, told, first=first, block_size=self.description.block_size)
+                    first, told = False, step.kv or told
+                    yield step
         finally:
             self._room.settle(request.id)
             if handoff is not None:
@@ -165,6 +167,8 @@ class VllmEngine:
     async def _run(self, request: Request, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
         """The engine's outputs for one leg. Leaving it early aborts the request in the engine."""
         llm = self._engine.llm
+        if min(request.prompt_token_ids, default=0) < 0:  # would end the whole engine of vLLM 0.26
+            raise InvalidRequest("a token id of the prompt is negative", param="prompt")
         reasoning = compat.take_reasoning(params)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.cache_salt is not None:
@@ -186,7 +190,7 @@ class VllmEngine:
 
     async def withdraw(self, handoff_id: str, reason: str) -> None:
         if self.description.kv.engine_id:
-            with typed_errors("the engine failed"):
+            with typed_errors("the engine failed", its_fault=True):
                 await self._engine.llm.collective_rpc("pd_kv_withdraw", args=(handoff_id, reason))
 
     def _spawn(self, call: Coroutine[None, None, None]) -> None:
@@ -243,14 +247,14 @@ class VllmEngine:
         """Counts of the ledgers of each rank (`WorkerSide.stats`); empty without a KV connector."""
         if not self.description.kv.engine_id:
             return []
-        with typed_errors("the engine failed"):
+        with typed_errors("the engine failed", its_fault=True):
             return await kv_stats(self._engine.llm)
 
     async def health(self) -> None:
         from pd_serve.engine.vllm_monitor import broken_process
 
         llm = self._engine.llm
-        with typed_errors("the engine failed"):
+        with typed_errors("the engine failed", its_fault=True):
             await llm.check_health()
         if broken := broken_process(compat.engine_pids(llm)):
             raise EngineFailed(f"a process of the engine is {broken}")

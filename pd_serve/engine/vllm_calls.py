@@ -75,5 +75,5 @@ class HeldCount:
 
 
 async def _held(llm: AsyncLLM) -> int:
-    with typed_errors("the engine failed"):
+    with typed_errors("the engine failed", its_fault=True):
         return max(int(stats["held"]) for stats in await kv_stats(llm))

@@ -50,15 +50,18 @@ class Monitor(StatLoggerBase):
         self._reports[handoff_id] = None
 
     def report(self, handoff_id: str) -> KvReport:
-        """What became of an expected hand-off. It is known before the request's first output."""
-        return self._reports.get(handoff_id) or _NOT_REPORTED
+        """What became of an expected hand-off, or `NOT_REPORTED`.
+
+        It comes with the step of the request's first output at the latest, but perhaps just after that output.
+        """
+        return self._reports.get(handoff_id) or NOT_REPORTED
 
     def forget(self, handoff_id: str) -> None:
         """Idempotent."""
         self._reports.pop(handoff_id, None)
 
 
-_NOT_REPORTED = KvReport(outcome=KvOutcome.RECOMPUTED, reason="not_reported")
+NOT_REPORTED = KvReport(outcome=KvOutcome.RECOMPUTED, reason="not_reported")
 
 
 def broken_process(pids: Iterable[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pd_serve.engine.vllm_monitor import NOT_REPORTED
 from pd_serve.kv.params import blocks_to_move
 from pd_serve.types import ChoiceDelta, Delta, KvOutcome, KvReport, LogprobsAtPosition, Request, TokenLogprob
 
@@ -13,14 +14,18 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
-def delta(output: RequestOutput, request: Request, kv: KvReport, *, first: bool, block_size: int) -> Delta:
+def delta(
+    output: RequestOutput, request: Request, kv: KvReport, told: KvReport | None, *, first: bool, block_size: int
+) -> Delta:
     """One step of one request.
 
     Args:
         output: with `RequestOutputKind.DELTA`, so that it holds what is new.
-        kv: what became of the prompt's KV; goes with the last delta.
+        kv: what became of the prompt's KV; goes with the last delta, and before that as soon as it is known.
+        told: the report that an earlier delta carried.
         first: whether it is the request's first output, which alone carries the prompt's logprobs.
     """
+    news = kv not in (told, NOT_REPORTED)
     cached = _cached_tokens(output, request, kv, block_size) if first or output.finished else None
     return Delta(
         request.id,
@@ -28,7 +33,7 @@ def delta(output: RequestOutput, request: Request, kv: KvReport, *, first: bool,
         finished=output.finished,
         cached_tokens=cached,
         prompt_logprobs=_prompt_logprobs(output.prompt_logprobs) if first and output.prompt_logprobs else None,
-        kv=kv if output.finished else None,
+        kv=kv if output.finished or news else None,
     )
 
 

@@ -90,6 +90,8 @@ class SchedulerSide:
         # means that there is nothing worth moving.
         missing = request.num_prompt_tokens - local_tokens
         take.asked_tokens = missing if missing > 1 else 0
+        if request.skip_reading_prefix_cache:  # vLLM 0.32 would not take them anyway; 0.26 would
+            return 0, False
         return take.asked_tokens, take.asked_tokens > 0
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -145,7 +147,7 @@ class SchedulerSide:
         )
 
     def _settle_without_load(self, take: _Take) -> None:
-        if take.asked_tokens:  # the scheduler itself declined: prompt_logprobs may not read cached KV
+        if take.asked_tokens:  # there was something to take: prompt_logprobs may not read cached KV
             report = KvReport(outcome=KvOutcome.RECOMPUTED, reason="not_allowed")
         else:
             report = KvReport(outcome=KvOutcome.LOCAL, reason="prefix_hit")

@@ -58,6 +58,9 @@ class WorkerSide:
         self._blocks: KvBlocks | None = None
         self._fingerprint = ""
         self._lock = threading.Condition()
+        # Neither ledger is expired by a clock: an entry is open just as long as its bytes are held here, and closing
+        # it earlier would only hide them. A take is over by its lease because the transport ends it by then, wherever
+        # its bytes are; a give when its offer is over. A peer that died shows as `unreachable` or `lost` there.
         self._gives = Ledger()
         self._takes = Ledger()
         self._loads: dict[str, _Load] = {}
@@ -82,7 +85,7 @@ class WorkerSide:
         for job in metadata.saves:
             handoff, now = job.handoff, time.monotonic()
             with self._lock:
-                if not self._gives.open(handoff.id, now, handoff.lease_s, handoff.target.engine_id):
+                if not self._gives.open(handoff.id, now, handoff.lease_s):
                     continue
             gathered = self.blocks.gather(job.block_ids)
             with self._lock:
@@ -159,7 +162,7 @@ class WorkerSide:
         handoff = load.job.handoff
         with self._lock:
             self._loads[handoff.id] = load
-            self._takes.open(handoff.id, load.started, handoff.lease_s, handoff.source.engine_id)
+            self._takes.open(handoff.id, load.started, handoff.lease_s)
         taken = self.transport.take(handoff.id, handoff.lease_s)
         taken.add_done_callback(lambda done: self._pool.submit(self._finish, load, done))
 

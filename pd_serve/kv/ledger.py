@@ -59,7 +59,6 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Entry(msgspec.Struct):
-    peer: str
     opened_at: float
     expires_at: float
     owner: Owner = Owner.SOURCE
@@ -83,11 +82,11 @@ class Ledger:
         self._bytes = 0
         self._seconds = 0.0
 
-    def open(self, handoff_id: str, now: float, lease_s: float, peer: str = "") -> bool:
+    def open(self, handoff_id: str, now: float, lease_s: float) -> bool:
         """Begin a hand-off, owned by its source. False, and nothing changes, when this id was used before."""
         if handoff_id in self._open or handoff_id in self._closed:
             return False
-        self._open[handoff_id] = _Entry(peer, now, now + lease_s)
+        self._open[handoff_id] = _Entry(now, now + lease_s)
         self._started += 1
         return True
 
@@ -120,14 +119,10 @@ class Ledger:
         return self._close(handoff_id, now, Outcome.CANCELLED, reason)
 
     def expire(self, now: float) -> list[Closed]:
-        """Fail every hand-off whose lease has ended."""
+        """Fail every hand-off whose lease has ended. For sides whose bytes go with the `Closed`; where threads hold
+        them, the end of those closes the hand-off."""
         due = [handoff_id for handoff_id, entry in self._open.items() if entry.expires_at <= now]
-        return self._fail_all(due, now, "expired")
-
-    def peer_lost(self, peer: str, now: float) -> list[Closed]:
-        """Fail every hand-off with a peer that died."""
-        due = [handoff_id for handoff_id, entry in self._open.items() if entry.peer == peer]
-        return self._fail_all(due, now, "lost")
+        return [closed for handoff_id in due if (closed := self.fail(handoff_id, now, "expired"))]
 
     def owner(self, handoff_id: str) -> Owner | None:
         """Who holds it, or None when it is over or was never opened."""
@@ -148,9 +143,6 @@ class Ledger:
             bytes=self._bytes,
             seconds=self._seconds,
         )
-
-    def _fail_all(self, ids: list[str], now: float, reason: str) -> list[Closed]:
-        return [closed for handoff_id in ids if (closed := self.fail(handoff_id, now, reason))]
 
     def _close(self, handoff_id: str, now: float, outcome: Outcome, reason: str) -> Closed | None:
         entry = self._open.pop(handoff_id, None)

@@ -43,12 +43,12 @@ class CountingSink:
         """The smallest value that any gauge ever had; 0 when none was ever negative."""
         return min(self._lowest.values(), default=0.0)
 
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Sums under this name by one label."""
+    def by_label(self, name: str, label: str, **others: str) -> dict[str, float]:
+        """Sums under this name and at least these other labels, by one label."""
         sums: defaultdict[str, float] = defaultdict(float)
-        for (counted, labels), value in self._sums.items():
-            if counted == name:
-                sums[dict(labels).get(label, "")] += value
+        for key, value in self._sums.items():
+            if _matches(key, name, others):
+                sums[dict(key[1]).get(label, "")] += value
         return dict(sums)
 
 

@@ -1,4 +1,4 @@
-"""Every metric that pd_serve exports, in one table, and the sink that counts into Prometheus.
+"""Every number that pd_serve counts, in tables, and the sink that counts into Prometheus.
 
 Labels are bounded: a value beyond `MAX_LABEL_VALUES` different ones of a metric is counted as `other`, so that nothing
 a client sends can grow the exposition without end.
@@ -50,10 +50,8 @@ METRICS: dict[str, Metric] = {
     "prompt_tokens": Metric("counter", "Prompt tokens of finished requests."),
     "cached_tokens": Metric("counter", "Prompt tokens of finished requests that were in a prefix cache."),
     "output_tokens": Metric("counter", "Tokens sent to clients."),
-    "legs": Metric("counter", "Legs that ended on this replica, by role and outcome.", ("role", "outcome")),
-    "ingresses_lost": Metric("counter", "Ingresses whose legs were aborted because they fell silent."),
 }
-"""By name without the prefix `pd_`; a counter's exported name ends in `_total`."""
+"""Counted by an ingress. By name without the prefix `pd_`; a counter's exported name ends in `_total`."""
 
 REPLICA_GAUGES: dict[str, Metric] = {
     "engine_waiting": Metric("gauge", "Requests that wait in an engine.", ("role", "replica")),
@@ -65,6 +63,12 @@ REPLICA_GAUGES: dict[str, Metric] = {
     "replicas": Metric("gauge", "Replicas that this ingress knows, by role and state.", ("role", "state")),
 }
 """Read off the ingress's view of its replicas whenever metrics are scraped (observe/replica_gauges.py)."""
+
+REPLICA_COUNTS: dict[str, Metric] = {
+    "legs": Metric("counter", "Legs that ended on a replica, by role and outcome.", ("role", "outcome")),
+    "ingresses_lost": Metric("counter", "Ingresses whose legs were aborted because they were gone."),
+}
+"""Counted by each replica in its own process, which has no `/metrics`: its `stats` says them (serve/replicas.py)."""
 
 
 class PrometheusSink:

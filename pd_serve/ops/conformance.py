@@ -46,6 +46,7 @@ async def compare(
     cases: list[Case],
     block_size: int | None,
     progress: Callable[[int], None] = lambda done: None,
+    api_key: str = "",
 ) -> Report:
     """Send every case to both servers, group by group.
 
@@ -53,9 +54,11 @@ async def compare(
         base_url: ours. With `block_size` it must be a pd_serve application: its records are checked, too.
         block_size: prompts of at least so many tokens must have been handed over; None does not look.
         progress: called with the number of cases compared so far.
+        api_key: sent to both; where ours has keys it must be an operator's, who sees what is held.
     """
     report = Report(differences=[], held=[])
-    async with httpx.AsyncClient(timeout=300.0) as client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with httpx.AsyncClient(timeout=300.0, headers=headers) as client:
         for group in groups(cases):
             pairs = await asyncio.gather(*(_ask_both(client, base_url, reference, model, case) for case in group))
             for case, (ours, theirs) in zip(group, pairs, strict=True):

@@ -44,7 +44,7 @@ def edge_lengths(block_size: int) -> tuple[int, ...]:
     return (1, b - 1, b, b + 1, 2 * b - 1, 2 * b, 2 * b + 1, 200, 700)
 
 
-def quick_cases(block_size: int, prompts: int, seed: int, at_once: int = 8) -> list[Case]:
+def block_edge_cases(block_size: int, prompts: int, seed: int, at_once: int = 8) -> list[Case]:
     """`prompts` lengths in turn x MAX_TOKENS x streamed or not x alone or `at_once` together; no prompt twice."""
     rng = random.Random(seed)
     lengths = edge_lengths(block_size)

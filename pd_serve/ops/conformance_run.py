@@ -13,18 +13,21 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pd_serve.config import AppConfig
+from pd_serve.config import AppConfig, api_keys_text
 from pd_serve.engine.vllm_args import engine_args, environment
+from pd_serve.gateway.keys import load_keys
 from pd_serve.model_dir import is_hub_name, resolve_model
 from pd_serve.ops.ask import wait_ready
 from pd_serve.ops.check import check
 from pd_serve.ops.conformance import Report, compare
-from pd_serve.ops.conformance_cases import Case, quick_cases
+from pd_serve.ops.conformance_cases import Case, block_edge_cases
 from pd_serve.ops.local_cluster import LocalCluster, free_port
 from pd_serve.ops.reference import reference_server
 from pd_serve.types import Role
 
 QUICK_PROMPTS = 20
+FULL_PROMPTS = 60
+"""Each is asked 16 times: four lengths of answer, streamed or not, alone or among others."""
 SHOWN = 20
 
 
@@ -38,8 +41,13 @@ def reference_of(app: AppConfig, port: int, log: Path) -> Iterator[str]:
         yield base_url
 
 
-def run_managed(config: str, seed: int | None, console: Console) -> Report:
+def run_managed(config: str, seed: int | None, console: Console, *, quick: bool) -> Report:
     """Serve `config` in float32 and vLLM beside it, and compare them.
+
+    Where keys are needed, one of an operator is added to the configured ones for as long as this takes.
+
+    Args:
+        quick: QUICK_PROMPTS prompts instead of FULL_PROMPTS.
 
     Raises:
         ConfigError: the config is wrong.
@@ -49,20 +57,29 @@ def run_managed(config: str, seed: int | None, console: Console) -> Report:
     checked = check(config, host="127.0.0.1", port=port, serve_schema=False)
     serve = in_float32(checked.serve)
     app = AppConfig.model_validate(serve["applications"][0]["args"])
+    key, env = _own_key(app)
     if seed is None:
         seed = secrets.randbelow(1 << 31)
     console.print(f"seed {seed} (--seed repeats it), float32, blocks of {app.model.block_size} tokens", highlight=False)
     with ExitStack() as running:
         directory = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="pd-conf-")))
         with console.status("starting pd_serve and vLLM's own server"):
-            cluster = LocalCluster(serve)
+            cluster = LocalCluster(serve, env=env)
             running.callback(cluster.stop)
             reference = running.enter_context(reference_of(app, free_port(), directory / "vllm.log"))
             cluster.wait_running()
             base_url = f"http://127.0.0.1:{port}"
             wait_ready(base_url, 300.0, lambda: None)
-        cases = quick_cases(app.model.block_size, QUICK_PROMPTS, seed)
-        return run_compare(base_url, reference, app.model.served_name, cases, app.min_handoff_tokens, console)
+        cases = block_edge_cases(app.model.block_size, QUICK_PROMPTS if quick else FULL_PROMPTS, seed)
+        return run_compare(base_url, reference, app.model.served_name, cases, app.min_handoff_tokens, console, key)
+
+
+def _own_key(app: AppConfig) -> tuple[str, dict[str, str]]:
+    """A key for our own requests and the environment that makes it known; empty where no keys are configured."""
+    if not load_keys(app.access.keys_file, api_keys_text()):
+        return "", {}
+    key = secrets.token_urlsafe(24)
+    return key, {"PD_SERVE_API_KEYS": f"{api_keys_text()}\noperator:{key}"}
 
 
 def in_float32(serve: dict[str, Any]) -> dict[str, Any]:
@@ -73,14 +90,28 @@ def in_float32(serve: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_compare(
-    base_url: str, reference: str, model: str, cases: list[Case], block_size: int | None, console: Console
+    base_url: str,
+    reference: str,
+    model: str,
+    cases: list[Case],
+    block_size: int | None,
+    console: Console,
+    api_key: str = "",
 ) -> Report:
     """Compare with a progress bar, then print what was found."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("comparing", total=len(cases))
         report = asyncio.run(
-            compare(base_url, reference, model, cases, block_size, lambda done: progress.update(task, completed=done))
+            compare(
+                base_url,
+                reference,
+                model,
+                cases,
+                block_size,
+                progress=lambda done: progress.update(task, completed=done),
+                api_key=api_key,
+            )
         )
     show(report, console)
     return report

@@ -12,6 +12,7 @@ from typing import Any
 from pd_serve.errors import DeadlineExceeded, PdServeError, ReplicaLost, from_wire
 from pd_serve.path import frames
 from pd_serve.path.channel import IngressWire
+from pd_serve.path.trust import Trust
 from pd_serve.types import (
     ClusterView,
     Delta,
@@ -95,6 +96,8 @@ class RemoteReplica:
         """Pings since anything came. Not seconds: after a pause of this process no replica was silent."""
         self._healthy = False
         self._draining = False
+        self._reason = ""
+        self._trust = Trust()
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._ping())]
 
     # ------------------------------------------------------------------------------------ legs
@@ -190,6 +193,9 @@ class RemoteReplica:
                     self._on_message(await self._wire.receive())
             except ReplicaLost as lost:
                 self._lose(lost)
+            except Exception:  # whatever it is, the legs must hear of it, and the replica must have its chance again
+                logger.exception("the channel to %s broke", self.info.id)
+                self._lose(ReplicaLost("the channel to the replica broke"))
             await asyncio.sleep(RECONNECT_S)
 
     def _on_message(self, message: frames.ToIngress) -> None:
@@ -199,16 +205,21 @@ class RemoteReplica:
                 for delta in deltas:
                     if leg := self._decodes.get(delta.request_id):
                         leg.push(delta)
+                        self._trust.worked(delta.finished)
             case frames.Granted(request_id=request_id):
                 if (leg := self._decodes.get(request_id)) and not leg.granted.done():
                     leg.granted.set_result(None)
             case frames.Prefilled(request_id=request_id, result=result):
                 if (prefill := self._prefills.get(request_id)) and not prefill.done():
                     prefill.set_result(result)
+                    self._trust.worked()
             case frames.Failed(request_id=request_id, error=info) | frames.Refused(request_id=request_id, error=info):
-                self._fail_leg(request_id, from_wire(info))
-            case frames.Stats(stats=stats, healthy=healthy, draining=draining):
-                self._stats, self._healthy, self._draining = stats, healthy, draining
+                error = from_wire(info)
+                if error.blames_replica:
+                    self._trust.failed(time.monotonic())
+                self._fail_leg(request_id, error)
+            case frames.Stats(stats=stats, healthy=healthy, draining=draining, reason=reason):
+                self._stats, self._healthy, self._draining, self._reason = stats, healthy, draining, reason
                 self._changed()
 
     def _fail_leg(self, request_id: str, error: PdServeError) -> None:
@@ -218,11 +229,12 @@ class RemoteReplica:
             prefill.set_exception(error)
 
     def _lose(self, lost: ReplicaLost) -> None:
-        if self._wire:
-            self._wire.close()
-        self._wire, self._healthy = None, False
+        wire, self._wire, self._healthy = self._wire, None, False
         for request_id in (*self._decodes, *self._prefills):
             self._fail_leg(request_id, lost)
+        self._changed()
+        if wire:
+            wire.close()
 
     async def _ping(self) -> None:
         while True:
@@ -238,9 +250,11 @@ class RemoteReplica:
     # ------------------------------------------------------------------------------------ view
 
     def view(self) -> ReplicaView:
+        state, reason = self._state()
         return ReplicaView(
             info=self.info,
-            state=self._state(),
+            state=state,
+            reason=reason,
             stats=self._stats,
             stats_age_s=self._silence(),
             own_requests=len(self._own),
@@ -251,12 +265,19 @@ class RemoteReplica:
             ),
         )
 
-    def _state(self) -> ReplicaState:
+    def _state(self) -> tuple[ReplicaState, str]:
+        """What it may be given, and why not."""
         if self._draining:
-            return ReplicaState.DRAINING
-        if self._wire is None or not self._healthy or self._unanswered * PING_S > SUSPECT_AFTER_S:
-            return ReplicaState.SUSPECT
-        return ReplicaState.READY
+            return ReplicaState.DRAINING, "it is leaving"
+        if self._wire is None:
+            return ReplicaState.SUSPECT, "there is no connection to it"
+        if self._unanswered * PING_S > SUSPECT_AFTER_S:
+            return ReplicaState.SUSPECT, "it does not answer"
+        if not self._healthy:
+            return ReplicaState.SUSPECT, self._reason or "it has not reported yet"
+        if self._trust.suspended(time.monotonic()):
+            return ReplicaState.SUSPECT, "its last legs failed"
+        return ReplicaState.READY, ""
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -56,12 +57,14 @@ class Record(msgspec.Struct, kw_only=True):
     error: str | None = None
     admitted_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
     finished_at: float | None = None
     complete: bool = False
     """The client has the last delta."""
     output_tokens: int = 0
     cached_tokens: int | None = None
     kv: KvReport | None = None
+    """The latest word of the last attempt's decode replica."""
     waits: dict[str, int] = {}
     """Times that it had to wait before it could be planned, by reason."""
     attempts: list[Attempt] = []
@@ -96,15 +99,22 @@ class Record(msgspec.Struct, kw_only=True):
             planned_at=self.now(),
         )
         self.attempts.append(attempt)
+        self.kv = None
         return attempt
 
     def waited(self, reason: str) -> None:
         self.waits[reason] = self.waits.get(reason, 0) + 1
 
-    def add(self, delta: Delta) -> None:
-        """Count what a delta brought."""
-        if self.first_token_at is None and any(choice.token_ids for choice in delta.choices):
-            self.first_token_at = self.now()
+    def add(self, delta: Delta) -> float | None:
+        """Count what a delta brought. Returns the seconds since tokens came before, when it brought more of them."""
+        gap = None
+        if any(choice.token_ids for choice in delta.choices):
+            now = self.now()
+            if self.first_token_at is None or self.last_token_at is None:
+                self.first_token_at = now
+            else:
+                gap = now - self.last_token_at
+            self.last_token_at = now
         self.complete = delta.finished
         self.output_tokens += sum(len(choice.token_ids) for choice in delta.choices)
         if delta.cached_tokens is not None:
@@ -113,8 +123,11 @@ class Record(msgspec.Struct, kw_only=True):
             self.kv = delta.kv
             if self.attempts:
                 self.attempts[-1].settle(delta.kv)
+        return gap
 
     def close(self, outcome: Outcome, error: str | None = None) -> None:
+        if self.kv is not None and self.attempts:  # a prefill leg may have failed since decode said that it has the KV
+            self.attempts[-1].settle(self.kv)
         self.outcome, self.error, self.finished_at = outcome, error, self.now()
 
 
@@ -157,9 +170,10 @@ class Recorder:
         if self._write:
             self._write(record)
 
-    def recent(self, limit: int) -> list[Record]:
-        """The last `limit` finished records, newest first."""
-        return [record for record, _ in zip(reversed(self._recent), range(limit), strict=False)]
+    def recent(self, limit: int, tenant: str | None = None) -> list[Record]:
+        """The last `limit` finished records, newest first; with `tenant`, only that tenant's."""
+        found = (record for record in reversed(self._recent) if tenant is None or record.tenant == tenant)
+        return list(itertools.islice(found, limit))
 
     def find(self, request_id: str) -> Iterator[Record]:
         """Finished records whose id is, or begins with, this."""

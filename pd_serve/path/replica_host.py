@@ -45,6 +45,8 @@ class ReplicaHost:
         self._draining = False
         self._background: set[asyncio.Task[None]] = set()
         self._reporter: asyncio.Task[None] | None = None
+        self._sample: frames.Stats | None = None
+        """The last report; None before the first."""
 
     def start(self) -> None:
         """Begin to report stats; call once, on the event loop."""
@@ -67,7 +69,8 @@ class ReplicaHost:
             case frames.Withdraw(handoff_id=handoff_id, reason=reason):
                 self._spawn(self._engine.withdraw(handoff_id, reason))
             case frames.Ping():
-                self._spawn(self._send_stats(wire))
+                if self._sample is not None:
+                    wire.send(self._sample)
 
     def _start_leg(self, wire: ReplicaWire, role: Role, request: Request, run: Coroutine[None, None, None]) -> None:
         if self._draining or request.id in self._legs:
@@ -159,12 +162,12 @@ class ReplicaHost:
 
     async def _report_stats(self) -> None:
         while True:
+            await self._report()
             await asyncio.sleep(frames.STATS_PERIOD_S)
             self._drop_silent_ingresses()
-            for wire in list(self._peers.values()):
-                await self._send_stats(wire)
 
-    async def _send_stats(self, wire: ReplicaWire) -> None:
+    async def _report(self) -> None:
+        """One sample of the engine's counts, to every ingress."""
         stats, reason = EngineStats(), ""
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
@@ -174,7 +177,9 @@ class ReplicaHost:
             reason = "the engine does not answer"
         except Exception as error:  # whatever it is, the reporter lives on
             reason = _typed(error).message
-        wire.send(frames.Stats(stats, healthy=not reason, draining=self._draining, reason=reason))
+        self._sample = frames.Stats(stats, healthy=not reason, draining=self._draining, reason=reason)
+        for wire in list(self._peers.values()):
+            wire.send(self._sample)
 
     def _drop_silent_ingresses(self) -> None:
         for peer in self._silent_rounds:
@@ -182,9 +187,17 @@ class ReplicaHost:
         patience = INGRESS_SILENCE_S / frames.STATS_PERIOD_S
         for peer in [peer for peer, rounds in self._silent_rounds.items() if rounds > patience]:
             self._end_legs(peer, ReplicaLost("the replica heard nothing from the ingress"))
-            del self._silent_rounds[peer], self._peers[peer], self._legs_of[peer]
-            self._frames.pop(peer, None)
-            self._sink.count("ingresses_lost")
+            self.ingress_gone(peer)
+
+    def ingress_gone(self, peer: str) -> None:
+        """Abort the legs of an ingress that nothing can be sent to any more. Idempotent."""
+        if self._peers.pop(peer, None) is None:
+            return
+        for request_id in self._legs_of.pop(peer, set()):
+            self._legs[request_id].cancel()
+        self._silent_rounds.pop(peer, None)
+        self._frames.pop(peer, None)
+        self._sink.count("ingresses_lost")
 
     def _end_legs(self, peer: str, error: PdServeError) -> None:
         """Abort an ingress's legs and tell it, should it still be there."""
@@ -203,8 +216,7 @@ class ReplicaHost:
     async def drain(self, limit_s: float) -> None:
         """Take no new legs, let those that run finish for at most `limit_s`, then end them with an error."""
         self._draining = True
-        for wire in list(self._peers.values()):
-            await self._send_stats(wire)
+        await self._report()
         give_up = time.monotonic() + limit_s
         while self._legs and time.monotonic() < give_up:
             await asyncio.wait(self._legs.values(), timeout=min(1.0, max(0.0, give_up - time.monotonic())))

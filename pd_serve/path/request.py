@@ -22,9 +22,9 @@ from pd_serve.path.pools import Pools, RemoteReplica
 from pd_serve.path.record import Attempt, Record, Recorder
 from pd_serve.policy import lifecycle
 from pd_serve.policy.admission import AdmissionRules
-from pd_serve.policy.lifecycle import Fail, Progress, Retry
+from pd_serve.policy.lifecycle import Fail, Progress
 from pd_serve.policy.routing import NoPlan, Router, RoutingRules
-from pd_serve.types import Delta, Handoff, Plan, Request, Sink, hash_tokens
+from pd_serve.types import Delta, Handoff, KvOutcome, Plan, Request, Sink, hash_tokens
 
 
 class PathRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,13 +68,14 @@ class RequestPath:
             with self._line.place() as place:
                 async with aclosing(self._attempts(request, place, record)) as deltas:
                     async for delta in deltas:
-                        record.add(delta)
+                        if (gap := record.add(delta)) is not None:
+                            self._sink.observe("itl_seconds", gap)
                         yield delta
 
     async def _attempts(self, request: Request, place: Place, record: Record) -> AsyncGenerator[Delta]:
         progress = Progress()
         for number in itertools.count(1):
-            plan = await self._plan(request, progress, place, record)
+            plan, progress = await self._plan(request, progress, place, record)
             attempt = record.attempt(plan)
             try:
                 async with aclosing(self._run(request, plan, number, place, record, attempt)) as deltas:
@@ -88,38 +89,41 @@ class RequestPath:
                 step = lifecycle.after_decode_failure(error, plan.decode, progress)
             if isinstance(step, Fail):
                 raise step.error
-            if isinstance(step, Retry):
-                self._sink.count("retries", reason=step.reason)
-                progress = step.progress
+            progress = step.progress
+            if plan.decode in progress.refused:
+                record.attempts.pop()  # it was refused, not tried
             else:
-                record.attempts.pop()  # it was refused, not tried: counted as a wait, however often it happens
-                place.join()
-                await self._wait(step.reason, request, record)
+                self._sink.count("retries", reason=step.reason)
 
-    async def _plan(self, request: Request, progress: Progress, place: Place, record: Record) -> Plan:
-        if await place.turn(self._first_token_by(request, record)):
-            self._waited("in_line", record)
+    async def _plan(self, request: Request, progress: Progress, place: Place, record: Record) -> tuple[Plan, Progress]:
         asked = time.monotonic()
         while True:
-            plan = self._router(request, self._pools.view(), self._rules.routing, progress.tried, self._rng)
+            if await place.turn(self._first_token_by(request, record)):
+                self._waited("in_line", record)
+            plan = self._router(request, self._pools.view(), self._rules.routing, progress.avoid, self._rng)
             if not isinstance(plan, NoPlan):
                 self._sink.count("plans", reason=plan.reason)
-                return plan
-            step = lifecycle.without_plan(plan.reason, time.monotonic() - asked, self._rules.no_replica_timeout_s)
+                return plan, progress
+            waited, patience = time.monotonic() - asked, self._rules.no_replica_timeout_s
+            step = lifecycle.without_plan(plan.reason, waited, patience, progress)
             if isinstance(step, Fail):
                 raise step.error
-            place.leave()  # the line is for room; for a replica all wait at once
-            await self._wait("no_replica", request, record)
+            if progress.refused:
+                place.join()
+                progress, asked = msgspec.structs.replace(progress, refused=frozenset()), time.monotonic()
+            else:
+                place.leave()  # the line is for room; for a replica all wait at once
+            await self._wait(step.reason, request, record)
 
     async def _run(
         self, request: Request, plan: Plan, number: int, place: Place, record: Record, attempt: Attempt
     ) -> AsyncGenerator[Delta]:
         """One attempt: the decode leg is granted first, then prefill runs beside it."""
         decode_on = self._pools.get(plan.decode)
-        handoff = self._open_handoff(request, plan, number)
+        handoff = self._open_handoff(request, plan, number, record)
         async with (
             decode_on.decode(request.leg(f"{number}d"), handoff) as leg,
-            self._prefill(request.leg(f"{number}p"), plan, decode_on, handoff, record, attempt),
+            self._prefill(request.leg(f"{number}p"), plan, decode_on, handoff, record, attempt) as prefill,
         ):
             attempt.granted_at = record.now()
             place.leave()
@@ -133,9 +137,11 @@ class RequestPath:
                     return
                 except TimeoutError:
                     raise DeadlineExceeded("the request's time budget ran out") from None
+                if prefill and delta.kv and delta.kv.outcome is not KvOutcome.MOVED:
+                    prefill.cancel()  # decode has the prompt without it
                 yield delta
 
-    def _open_handoff(self, request: Request, plan: Plan, number: int) -> Handoff | None:
+    def _open_handoff(self, request: Request, plan: Plan, number: int, record: Record) -> Handoff | None:
         if plan.prefill is None:
             return None
         return Handoff(
@@ -144,7 +150,7 @@ class RequestPath:
             prompt_hash=hash_tokens(request.prompt_token_ids, request.cache_salt),
             source=self._pools.get(plan.prefill).info.kv,
             target=self._pools.get(plan.decode).info.kv,
-            lease_s=self._rules.lease_s,
+            lease_s=min(self._rules.lease_s, max(self._first_token_by(request, record) - time.monotonic(), 0.0)),
         )
 
     @asynccontextmanager
@@ -156,11 +162,11 @@ class RequestPath:
         handoff: Handoff | None,
         record: Record,
         attempt: Attempt,
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator[asyncio.Task[None] | None]:
         """Inside the block the prefill leg runs. Its failure is not the request's: the decode replica is told that no
         KV will come, and computes the prompt itself."""
         if handoff is None or plan.prefill is None:
-            yield
+            yield None
             return
         prefill_replica = plan.prefill
 
@@ -175,7 +181,7 @@ class RequestPath:
 
         leg = asyncio.create_task(run())
         try:
-            yield
+            yield leg
         finally:
             leg.cancel()
             await asyncio.wait([leg])

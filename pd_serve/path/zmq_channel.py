@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -71,13 +72,22 @@ class ZmqHub:
         keys: the application's.
         on_message: called for each message on the event loop that called `start`.
         port: 0 for a free one.
+        on_gone: called with the name of an ingress that a message could not be sent to any more.
     """
 
-    def __init__(self, host: str, keys: ChannelKeys, on_message: OnMessage, port: int = 0) -> None:
+    def __init__(
+        self,
+        host: str,
+        keys: ChannelKeys,
+        on_message: OnMessage,
+        port: int = 0,
+        on_gone: Callable[[str], None] = lambda peer: None,
+    ) -> None:
         self._host = host
         self._port = port
         self._keys = keys
         self._on_message = on_message
+        self._on_gone = on_gone
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -114,7 +124,13 @@ class ZmqHub:
 
     def send(self, identity: bytes, message: ToIngress) -> None:
         sent = _future(self._socket.send_multipart([identity, frames.encode(message)], flags=zmq.NOBLOCK))
-        sent.add_done_callback(_ignore_gone_peer)
+        sent.add_done_callback(lambda done: self._sent(identity, done))
+
+    def _sent(self, identity: bytes, sent: asyncio.Future[object]) -> None:
+        if sent.cancelled() or not isinstance(error := sent.exception(), zmq.ZMQError):
+            return
+        logger.debug("a message to ingress %s was not sent: %s", identity.hex(), error)
+        self._on_gone(identity.hex())
 
     async def close(self) -> None:
         if self._reader:
@@ -129,12 +145,6 @@ class ZmqHub:
 def _future(pending: object) -> asyncio.Future[Any]:
     """zmq.asyncio returns futures that its stubs call awaitables."""
     return cast("asyncio.Future[Any]", pending)
-
-
-def _ignore_gone_peer(sent: asyncio.Future[object]) -> None:
-    """An ingress that vanished is dropped by the replica host when it has been silent long enough."""
-    if not sent.cancelled() and isinstance(error := sent.exception(), zmq.ZMQError):
-        logger.debug("a message to an ingress was not sent: %s", error)
 
 
 class _ZmqReplicaWire:
@@ -197,14 +207,20 @@ class ZmqIngressWire:
         try:
             return frames.decode_to_ingress(await incoming)
         except asyncio.CancelledError:
-            if self._lost:
+            if self._was_ended(asyncio.current_task()):
                 raise ReplicaLost("the connection to the replica is lost") from None
             raise
         except msgspec.DecodeError as error:
             raise ReplicaLost("the replica speaks another version of the protocol") from error
 
+    def _was_ended(self, reader: asyncio.Task[Any] | None) -> bool:
+        """Whether a cancelled read means that the channel ended, not that its reader was cancelled."""
+        return self._lost and not (reader and reader.cancelling())
+
     def close(self) -> None:
+        """Idempotent."""
         self._end()
         self._watcher.cancel()
-        self._socket.disable_monitor()
-        self._socket.close()
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._socket.close()

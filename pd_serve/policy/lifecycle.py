@@ -10,6 +10,11 @@ MAX_RETRIES = 2
 """Attempts after the first that a request may cost, refusals for want of room not counted."""
 
 
+DECODE_FULL = "decode_full"
+NO_REPLICA = "no_replica"
+"""Reasons to wait."""
+
+
 class Progress(msgspec.Struct, frozen=True):
     """How far a request has come."""
 
@@ -17,10 +22,19 @@ class Progress(msgspec.Struct, frozen=True):
     tried: frozenset[str] = frozenset()
     emitted_tokens: int = 0
     """Tokens that the client has."""
+    refused: frozenset[str] = frozenset()
+    """Replicas that had no room when they were asked; asked again once something changed."""
+    last_error: PdServeError | None = None
+    """What ended the last attempt."""
+
+    @property
+    def avoid(self) -> frozenset[str]:
+        """Replicas that are not asked now."""
+        return self.tried | self.refused
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """Plan again, without the replicas in `progress.tried`."""
+    """Plan again, without the replicas in `progress.avoid`."""
 
     progress: Progress
     reason: str
@@ -38,26 +52,33 @@ class Fail(msgspec.Struct, frozen=True):
     error: PdServeError
 
 
-def after_decode_failure(error: PdServeError, decode: str, progress: Progress) -> Retry | Wait | Fail:
+def after_decode_failure(error: PdServeError, decode: str, progress: Progress) -> Retry | Fail:
     """The decode leg on replica `decode` ended with `error`.
 
-    Want of room waits for room. A replica that failed or leaves is not asked again, and another is, as long as the
-    client has seen nothing. Everything else is the client's to know.
+    One that has no room is not asked again until something changed, one that failed or leaves never again, and another
+    is, as long as the client has seen nothing. Everything else is the client's to know.
     """
     if progress.emitted_tokens:
         return Fail(error)
     if isinstance(error, Overloaded):
-        return Wait("decode_full")
-    if not isinstance(error, EngineFailed | Draining):
+        return Retry(msgspec.structs.replace(progress, refused=progress.refused | {decode}), DECODE_FULL)
+    if not isinstance(error, EngineFailed | Draining) or progress.retries >= MAX_RETRIES:
         return Fail(error)
-    if progress.retries >= MAX_RETRIES:
-        return Fail(error)
-    tried = Progress(progress.retries + 1, progress.tried | {decode}, progress.emitted_tokens)
+    tried = msgspec.structs.replace(
+        progress, retries=progress.retries + 1, tried=progress.tried | {decode}, last_error=error
+    )
     return Retry(tried, type(error).__name__)
 
 
-def without_plan(reason: str, waited_s: float, patience_s: float) -> Wait | Fail:
-    """No replica can take it. One may come (a restart, a scale-up), so it waits, but not longer than `patience_s`."""
+def without_plan(reason: str, waited_s: float, patience_s: float, progress: Progress) -> Wait | Fail:
+    """No replica can take it.
+
+    If some are only full it waits for room, as long as its own budget lasts. Otherwise one may come (a restart, a
+    scale-up), so it waits, but not longer than `patience_s`; then the client is told what the last attempt ended with.
+    """
+    if progress.refused:
+        return Wait(DECODE_FULL)
     if waited_s >= patience_s:
-        return Fail(NoReplica(f"{reason} after {waited_s:.0f} s", retry_after_s=patience_s))
-    return Wait(reason)
+        gone = NoReplica(f"{reason} after {waited_s:.0f} s", retry_after_s=patience_s)
+        return Fail(progress.last_error or gone)
+    return Wait(NO_REPLICA)

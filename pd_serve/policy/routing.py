@@ -38,12 +38,13 @@ Router = Callable[[Request, ClusterView, RoutingRules, frozenset[str], Rng], Pla
 def least_loaded(
     request: Request, view: ClusterView, rules: RoutingRules, tried: frozenset[str], rng: Rng
 ) -> Plan | NoPlan:
-    """The decode replica with the smallest share of its KV spoken for, and the prefill replica of the same
-    fingerprint with the fewest prompt tokens to compute; ties are broken at random, so that ingresses do not herd."""
+    """The decode replica with the smallest share of its KV or of its sequences spoken for, whichever is larger, and the
+    prefill replica of the same fingerprint with the fewest prompt tokens to compute; ties are broken at random, so that
+    ingresses do not herd."""
     decodes = _usable(view.decode, tried)
     if not decodes:
         return NoPlan("no decode replica is ready" if view.decode else "there is no decode replica")
-    scores = {decode.info.id: kv_share(decode) for decode in decodes}
+    scores = {decode.info.id: fullness(decode) for decode in decodes}
     decode = min(decodes, key=lambda candidate: (scores[candidate.info.id], rng.random()))
     if local := _why_local(request, rules):
         return Plan(decode=decode.info.id, reason=local, scores=scores)
@@ -72,11 +73,13 @@ def _usable(replicas: Sequence[ReplicaView], tried: frozenset[str]) -> list[Repl
     return [replica for replica in replicas if replica.state is ReplicaState.READY and replica.info.id not in tried]
 
 
-def kv_share(replica: ReplicaView) -> float:
-    """Share of the replica's KV that is used or promised. Its own report and what this ingress has there since are
-    alternatives, not a sum: the report contains what it had seen of ours."""
-    reported = replica.stats.kv_tokens_used + replica.stats.reserved_tokens
-    return max(reported, replica.own_kv_tokens) / max(replica.info.kv_tokens_total, 1)
+def fullness(replica: ReplicaView) -> float:
+    """Share of the replica's KV, or of the sequences that it runs at once, that is used or promised. Its own report and
+    what this ingress has there since are alternatives, not a sum: the report contains what it had seen of ours."""
+    stats, info = replica.stats, replica.info
+    tokens = max(stats.kv_tokens_used + stats.reserved_tokens, replica.own_kv_tokens)
+    sequences = max(stats.running + stats.waiting, replica.own_requests)
+    return max(tokens / max(info.kv_tokens_total, 1), sequences / max(info.max_num_seqs, 1))
 
 
 def prompt_backlog(replica: ReplicaView) -> int:

@@ -14,6 +14,7 @@ import zmq.asyncio
 from prometheus_client import REGISTRY
 from ray import serve
 
+from pd_serve.compat import allow_no_device
 from pd_serve.config import AppConfig, api_keys_text
 from pd_serve.gateway.access import Access
 from pd_serve.gateway.asgi import App
@@ -21,12 +22,13 @@ from pd_serve.gateway.body_limit import BodyLimit
 from pd_serve.gateway.disconnect import DisconnectOnCancel
 from pd_serve.gateway.error_shape import OneErrorShape
 from pd_serve.gateway.keys import load_keys
+from pd_serve.observe.logs import log_record, log_through
 from pd_serve.observe.metrics import PrometheusSink
 from pd_serve.observe.replica_gauges import ReplicaGauges
 from pd_serve.observe.request_metrics import count_record
 from pd_serve.path.channel import IngressWire
 from pd_serve.path.pools import Pools
-from pd_serve.path.record import Recorder
+from pd_serve.path.record import Record, Recorder
 from pd_serve.path.request import PathRules, RequestPath
 from pd_serve.path.zmq_channel import ZmqIngressWire
 from pd_serve.policy.admission import AdmissionRules
@@ -34,6 +36,7 @@ from pd_serve.policy.routing import ROUTERS, RoutingRules
 from pd_serve.serve import replica_view
 from pd_serve.serve.http_address import on_loopback
 from pd_serve.serve.keys import KeyClaim
+from pd_serve.serve.replicas import SERVE_LOGGER
 from pd_serve.serve.routes import not_ready, routes
 from pd_serve.types import ReplicaInfo, Role, Sink
 
@@ -71,13 +74,14 @@ class IngressApp:
     async def __init__(  # type: ignore[misc] # awaited by Ray Serve
         self, config: AppConfig, pools: Mapping[Role, Any], sink: Sink | None = None
     ) -> None:
+        log_through(SERVE_LOGGER)
         self._config = config
         self._handles = pools
         self._claim = KeyClaim.of_this_replica()
         self._client: PdEngineClient | None = None
         self._context = zmq.asyncio.Context()
         sink = sink or PrometheusSink()
-        self._recorder = Recorder(write=functools.partial(count_record, sink=sink))
+        self._recorder = Recorder(write=functools.partial(_write, sink=sink))
         self._pools = Pools(await self._connector())
         REGISTRY.register(ReplicaGauges(self._pools.view))
         self._path = RequestPath(
@@ -103,6 +107,7 @@ class IngressApp:
 
     async def __serve_build_asgi_app__(self) -> App:
         """vLLM's application, wrapped; its state is complete before Ray Serve starts its lifespan."""
+        allow_no_device()
         from pd_serve.compat_http import application, config_without_engine, server_args
         from pd_serve.path.client import PdEngineClient
 
@@ -130,6 +135,11 @@ class IngressApp:
         if self._client is not None:
             self._client.shutdown()
         self._context.destroy(linger=0)
+
+
+def _write(record: Record, sink: Sink) -> None:
+    count_record(record, sink)
+    log_record(record)
 
 
 def _info(replica: replica_view.Metadata) -> ReplicaInfo | None:

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import threading
 import time
+from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError
 
 from pd_serve.errors import EngineFailed
 from pd_serve.path.zmq_channel import ChannelKeys
@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "pd_serve"
 RENEW_S = 20.0
+CLAIM_S = 30.0
+"""A claim that takes longer has failed."""
 FORGET_S = 120.0
 """Keys that nobody asked for within this time are forgotten, with their actor."""
 
@@ -68,7 +70,11 @@ class KeyClaim:
         return cls(serve.get_replica_context().app_name)
 
     async def keys(self) -> ChannelKeys:
-        """The application's keys; they are claimed again every `RENEW_S` until `close`."""
+        """The application's keys; they are claimed again every `RENEW_S` until `close`.
+
+        Raises:
+            EngineFailed: Ray did not say within `CLAIM_S`.
+        """
         if self._keys is None:
             self._keys = await self._claim(ChannelKeys.generate())
             self._renewing = asyncio.create_task(self._renew())
@@ -76,20 +82,13 @@ class KeyClaim:
 
     async def _claim(self, mine: ChannelKeys) -> ChannelKeys:
         """`mine` become the application's keys unless it has some."""
-        holder = (
-            ray.remote(KeyHolder)
-            .options(
-                name=self._name,
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=-1,
-            )
-            .remote(mine, self._forget_s)
-        )
-        keys: ChannelKeys = await holder.claim.remote()
+        try:
+            async with asyncio.timeout(CLAIM_S):
+                # Ray looks the name up with a blocking call, which takes long when its control service hangs.
+                holder = await asyncio.to_thread(_holder, self._name, mine, self._forget_s)
+                keys: ChannelKeys = await holder.claim.remote()
+        except TimeoutError:
+            raise EngineFailed(f"the holder of the channel keys did not answer within {CLAIM_S:.0f} s") from None
         return keys
 
     async def _renew(self) -> None:
@@ -98,8 +97,9 @@ class KeyClaim:
             await asyncio.sleep(min(RENEW_S, self._forget_s / 4))
             try:
                 self._lost = await self._claim(self._keys) != self._keys
-            except RayActorError as error:
-                logger.warning("the holder of the channel keys does not answer, trying again: %s", type(error).__name__)
+            except Exception as error:  # whatever Ray raises: these keys are good for as long as they are renewed
+                reason = str(error).partition("\n")[0]
+                logger.warning("channel keys not renewed, trying again: %s: %s", type(error).__name__, reason)
 
     def check(self) -> None:
         """Raises EngineFailed when the application has other keys by now, so that nobody can be reached with these."""
@@ -109,3 +109,17 @@ class KeyClaim:
     def close(self) -> None:
         if self._renewing:
             self._renewing.cancel()
+
+
+def _holder(name: str, mine: ChannelKeys, forget_s: float) -> Any:
+    """A handle to the actor of this name, which is made with `mine` if there is none."""
+    options = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    return ray.remote(KeyHolder).options(**options).remote(mine, forget_s)

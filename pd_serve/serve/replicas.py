@@ -11,13 +11,19 @@ from ray import serve
 
 from pd_serve.config import AppConfig
 from pd_serve.engine.base import Engine, EngineDescription
+from pd_serve.observe.counting import CountingSink
+from pd_serve.observe.logs import log_through
 from pd_serve.path.replica_host import ReplicaHost
 from pd_serve.path.zmq_channel import ZmqHub
 from pd_serve.serve.engines import make_engine
 from pd_serve.serve.keys import KeyClaim
+from pd_serve.serve.probe import probe
 from pd_serve.types import ReplicaInfo, Role
 
 logger = logging.getLogger(__name__)
+
+SERVE_LOGGER = "ray.serve"
+"""Whose handlers write a replica's log."""
 
 DRAIN_MARGIN_S = 30.0
 """Between the end of draining and the moment when Ray Serve kills the replica: time to close the engine."""
@@ -30,15 +36,18 @@ class EngineReplica:
     """
 
     async def __init__(self, config: AppConfig, role: Role) -> None:  # type: ignore[misc] # awaited by Ray Serve
+        log_through(SERVE_LOGGER)
         self._config = config
         self._role = role
         self._engine: Engine | None = None
         self._hub: ZmqHub | None = None
         self._host: ReplicaHost | None = None
+        self._counts = CountingSink()
         self._claim = KeyClaim.of_this_replica()
         self._engine = engine = make_engine(config, role)
         try:
             description = await engine.start()
+            await probe(engine)
             self._info = self._describe(await self._listen(engine), description)
         except BaseException:
             await engine.close()
@@ -47,9 +56,10 @@ class EngineReplica:
 
     async def _listen(self, engine: Engine) -> str:
         """Open the channel; returns its address."""
-        self._host = ReplicaHost(engine)
+        self._host = ReplicaHost(engine, self._counts)
         self._host.start()
-        self._hub = ZmqHub(ray.util.get_node_ip_address(), await self._claim.keys(), self._host.on_message)
+        host, keys = ray.util.get_node_ip_address(), await self._claim.keys()
+        self._hub = ZmqHub(host, keys, self._host.on_message, on_gone=self._host.ingress_gone)
         return self._hub.start()
 
     def _describe(self, address: str, engine: EngineDescription) -> ReplicaInfo:
@@ -79,10 +89,12 @@ class EngineReplica:
             await self._engine.health()
 
     async def stats(self) -> dict[str, Any]:
-        """The engine's counts and the legs that run, for operators and tests."""
+        """The engine's counts, the legs that run, and `REPLICA_COUNTS` since the start, for operators and tests."""
         assert self._engine is not None and self._host is not None
         stats: dict[str, Any] = msgspec.to_builtins(await self._engine.stats())
-        return {**stats, "legs": self._host.legs}
+        ended = {role.value: self._counts.by_label("legs", "outcome", role=role) for role in Role}
+        lost = self._counts.total("ingresses_lost")
+        return {**stats, "legs": self._host.legs, "legs_ended": ended, "ingresses_lost": lost}
 
     async def __del__(self) -> None:
         if self._host is not None:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
 
+from pd_serve.path import context
 from pd_serve.path.pools import Pools
 from pd_serve.path.record import Record, Recorder
 from pd_serve.types import ReplicaState, ReplicaView, Role
+
+OPERATOR = "operator"
+"""A key of this tenant sees what concerns all tenants, and the replicas."""
+_OPERATORS_ONLY = {
+    "error": {
+        "message": f"a key of the tenant `{OPERATOR}` is needed",
+        "type": "permission_error",
+        "param": None,
+        "code": "operator_only",
+    }
+}
+
+
+def _sees_all() -> bool:
+    """Whether the asker is an operator. Without keys whoever gets here is on this machine (gateway/access.py)."""
+    return context.tenant.get() in ("", OPERATOR)
 
 
 def routes(pools: Pools, recorder: Recorder, roles: tuple[Role, ...]) -> APIRouter:
@@ -34,11 +52,14 @@ def routes(pools: Pools, recorder: Recorder, roles: tuple[Role, ...]) -> APIRout
 
     @router.get("/pd/replicas")
     async def replicas() -> JSONResponse:
+        if not _sees_all():
+            return JSONResponse(_OPERATORS_ONLY, status_code=403)
         return JSONResponse(msgspec.to_builtins(pools.view()))
 
     @router.get("/pd/records")
     async def records(limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> JSONResponse:
-        return JSONResponse([summary(record) for record in recorder.recent(limit)])
+        tenant = None if _sees_all() else context.tenant.get()
+        return JSONResponse([summary(record) for record in recorder.recent(limit, tenant)])
 
     return router
 
@@ -49,12 +70,13 @@ def _replicas(pools: Pools, role: Role) -> tuple[ReplicaView, ...]:
 
 
 def not_ready(role: Role, replicas: tuple[ReplicaView, ...]) -> str:
-    """Why the pool can take no work, or an empty string when it can."""
+    """Why the pool can take no work, or an empty string when it can. Names no replica: anyone may read it."""
     if any(replica.state is ReplicaState.READY for replica in replicas):
         return ""
     if not replicas:
         return f"no {role.value} replica has started"
-    return ", ".join(f"{replica.info.id} is {replica.state.value}" for replica in replicas)
+    states = Counter(f"{each.state.value}: {each.reason}" if each.reason else each.state.value for each in replicas)
+    return ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
 
 
 def summary(record: Record) -> dict[str, Any]:

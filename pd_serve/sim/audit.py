@@ -100,6 +100,8 @@ def _blocks(engine: Engine) -> list[str]:
     private = 0
     for sequence in engine.scheduler.sequences:
         holders.update(unit.id for unit in sequence.held)
+        if sequence.held_blocks != sum(unit.blocks for unit in sequence.held):
+            wrong.append(f"blocks: {sequence.leg_id} miscounts its units")
         private += _private(engine, sequence)
     if {unit: held[0] for unit, held in blocks.held.items()} != dict(holders):
         wrong.append("blocks: units are not held by those who are counted")

@@ -11,7 +11,7 @@ from collections import OrderedDict
 import msgspec
 
 
-class Unit(msgspec.Struct, frozen=True, array_like=True):
+class Unit(msgspec.Struct, frozen=True, gc=False):
     """One stretch of a prompt."""
 
     id: int

@@ -49,7 +49,7 @@ class KvSide:
         """Copy the prompt's KV out of the blocks and send it."""
         handoff = attempt.handoff
         now, size = self._clock.now, self._profile.block_size
-        if handoff is None or not self.gives.open(handoff.id, now, handoff.lease_s, handoff.target.engine_id):
+        if handoff is None or not self.gives.open(handoff.id, now, handoff.lease_s):
             return
         nbytes = -(-handoff.prompt_tokens // size) * size * self._profile.kv_bytes_per_token
         self.gives.move(handoff.id, Owner.TRANSPORT, nbytes)
@@ -70,7 +70,7 @@ class KvSide:
 
     def load(self, handoff: Handoff, sequence: Sequence) -> None:
         """The sequence has blocks and waits for this hand-off's KV."""
-        self.takes.open(handoff.id, self._clock.now, handoff.lease_s, handoff.source.engine_id)
+        self.takes.open(handoff.id, self._clock.now, handoff.lease_s)
         self.loads[handoff.id] = sequence
         if handoff.id in self._over:
             self._clock.after(0.0, self._fail, handoff.id, self._over[handoff.id])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True):
+class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request from arrival to end. Times are seconds since its arrival."""
 
     id: str

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from pd_serve.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded, PdServeError
 from pd_serve.policy import lifecycle
-from pd_serve.policy.lifecycle import Fail, Progress, Retry
+from pd_serve.policy.lifecycle import Fail, Progress
 from pd_serve.policy.routing import NoPlan
 from pd_serve.sim.attempt import Attempt
 from pd_serve.sim.blocks import Unit, units_of
@@ -31,7 +33,7 @@ def policy_request(request_id: str, row: Arrival, rules: PathRules) -> Request:
         prompt_token_ids=cast("tuple[int, ...]", range(row.prompt_tokens)),
         max_tokens=max(min(row.max_tokens or rules.max_tokens, rules.max_model_len - row.prompt_tokens), 1),
         tenant=row.tenant,
-        block_hashes=tuple(unit.to_bytes(8, "little") for unit in row.units),
+        block_hashes=tuple([unit.to_bytes(8, "little") for unit in row.units]),
     )
 
 
@@ -121,17 +123,22 @@ class Run:
         if self._plan_asked_at < 0:
             self._plan_asked_at = self._ingress.clock.now
         ingress = self._ingress
-        plan = ingress.route(self.request, self._progress.tried)
+        plan = ingress.route(self.request, self._progress.avoid)
         if not isinstance(plan, NoPlan):
             self._plan_asked_at = -1.0
             self._submit(plan)
             return
         waited = ingress.clock.now - self._plan_asked_at
-        step = lifecycle.without_plan(plan.reason, waited, ingress.rules.no_replica_timeout_s)
+        step = lifecycle.without_plan(plan.reason, waited, ingress.rules.no_replica_timeout_s, self._progress)
         if isinstance(step, Fail):
             self.fail(step.error)
             return
-        ingress.line.leave(self)  # the line is for room; for a replica all wait at once
+        if self._progress.refused:
+            ingress.line.join(self)
+            self._progress = msgspec.structs.replace(self._progress, refused=frozenset())
+            self._plan_asked_at = -1.0
+        else:
+            ingress.line.leave(self)  # the line is for room; for a replica all wait at once
         self._wait()
 
     def _submit(self, plan: Plan) -> None:
@@ -193,7 +200,7 @@ class Run:
         if attempt.over:
             return
         self.first_token_at = self._ingress.clock.now
-        self._progress = Progress(self._progress.retries, self._progress.tried, 1)
+        self._progress = msgspec.structs.replace(self._progress, emitted_tokens=1)
         self._ingress.got_first_token(self)
 
     def finished(self, attempt: Attempt, preempted: int) -> None:
@@ -211,13 +218,11 @@ class Run:
         step = lifecycle.after_decode_failure(error, attempt.plan.decode, self._progress)
         if isinstance(step, Fail):
             self.fail(step.error)
-        elif isinstance(step, Retry):
-            self._progress = step.progress
-            self.go_on()
-        else:  # it was refused, not tried
+            return
+        self._progress = step.progress
+        if attempt.plan.decode in self._progress.refused:  # not tried
             self.attempts -= 1
-            self._ingress.line.join(self)
-            self._wait()
+        self.go_on()
 
     def _end_attempt(self, attempt: Attempt, abort_decode: bool) -> None:
         """Abort what still runs of it."""
@@ -266,7 +271,9 @@ class Run:
 
     def _close(self, outcome: str, error: PdServeError | None) -> None:
         self.over = True
-        self._ingress.over(self, self._served(outcome, error))
+        served = self._served(outcome, error)
+        self._attempt = None  # it points back here; unlinked, both go with the last message
+        self._ingress.over(self, served)
 
     def _served(self, outcome: str, error: PdServeError | None) -> Served:
         now, arrived, attempt = self._ingress.clock.now, self.arrived, self._attempt

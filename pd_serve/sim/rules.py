@@ -14,7 +14,7 @@ class LiveConstants(msgspec.Struct, frozen=True, kw_only=True):
     stats_period_s: float = 0.5
     grant_timeout_s: float = 5.0
     suspect_after_s: float = 4.0
-    lost_after_s: float = 12.0
+    lost_after_s: float = 9.0
     ping_period_s: float = 1.0
     """How often an ingress looks for replicas that fell silent."""
     wait_s: float = 0.5

@@ -81,7 +81,9 @@ class Scheduler:
         self.blocked = False
         if not self.ready and not self.waiting:
             return
-        budget = self._max_num_batched_tokens - self.batch.size - sum(s.uncomputed for s in self.prefilling)
+        budget = self._max_num_batched_tokens - self.batch.size
+        if self.prefilling:
+            budget -= sum([sequence.uncomputed for sequence in self.prefilling])
         while budget > 0 and len(self.running) < self.max_num_seqs:
             if self.ready:
                 sequence = self.ready.popleft()
@@ -128,13 +130,15 @@ class Scheduler:
         matched = blocks.match(units)
         cached = min(units[matched - 1].end, (sequence.target - 1) // size * size) if matched else 0
         loads = sequence.takes_kv and (sequence.target - 1) // size > cached // size
-        lacking = max(-(-(sequence.target - loads) // size) - sum(unit.blocks for unit in units[:matched]), 0)
+        shared = units[matched - 1].end // size if matched else 0
+        lacking = max(-(-(sequence.target - loads) // size) - shared, 0)
         if lacking > blocks.available - blocks.blocks_if_held(units, matched) - self.batch.blocks_for(1):
             return False
         for unit in units[:matched]:
             blocks.hold(unit)
         blocks.take(lacking)
         sequence.held = list(units[:matched])
+        sequence.held_blocks = shared
         sequence.matched = matched
         sequence.private = lacking
         sequence.computed = cached
@@ -184,8 +188,7 @@ class Scheduler:
         while sequence.matched < len(units) and units[sequence.matched].end <= tokens:
             unit = units[sequence.matched]
             if self.blocks.publish(unit):
-                sequence.held.append(unit)
-                sequence.private -= unit.blocks
+                sequence.add(unit)
             sequence.matched += 1
 
     def remove(self, sequence: Sequence, keep_output: bool = False) -> None:
@@ -205,8 +208,7 @@ class Scheduler:
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.stage is Stage.DECODE:
             self.batch.leave(sequence)
-            held = sum(unit.blocks for unit in sequence.held)
-            sequence.private = -(-sequence.computed // self.block_size) - held
+            sequence.private = -(-sequence.computed // self.block_size) - sequence.held_blocks
             if sequence in self.fresh:
                 self.fresh.remove(sequence)
         self.running.pop(sequence, None)
@@ -216,14 +218,13 @@ class Scheduler:
         """What a preempted sequence computed stays in the cache, where it finds it again if nobody needed the room."""
         cached = sequence.held[-1].end if sequence.held else 0
         blocks = sequence.computed // self.block_size - cached // self.block_size
-        if blocks <= 0 or sum(unit.blocks for unit in sequence.held) * self.block_size != cached:
+        if blocks <= 0 or sequence.held_blocks * self.block_size != cached:
             return
         for number in range(blocks):
             self._own_units += 1
             own = Unit(-self._own_units, 1, cached + (number + 1) * self.block_size)
             if self.blocks.publish(own):
-                sequence.held.append(own)
-                sequence.private -= 1
+                sequence.add(own)
         sequence.units = tuple(sequence.held)
 
     def _publish_output(self, sequence: Sequence) -> None:
@@ -233,15 +234,16 @@ class Scheduler:
         tail = sequence.held[-1] if sequence.held else None
         if tail is not None and first.end - first.blocks * self.block_size < tail.end and self.blocks.unpublish(tail):
             sequence.held.pop()
+            sequence.held_blocks -= tail.blocks
             sequence.private += tail.blocks
         for unit in sequence.output_units:
             if unit.blocks <= sequence.private and self.blocks.publish(unit):
-                sequence.held.append(unit)
-                sequence.private -= unit.blocks
+                sequence.add(unit)
 
     def _free(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.held, sequence.private)
         sequence.held = []
+        sequence.held_blocks = 0
         sequence.private = 0
         sequence.matched = 0
         sequence.computed = 0

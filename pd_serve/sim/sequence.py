@@ -47,6 +47,7 @@ class Sequence:
         "finish_at",
         "generated",
         "held",
+        "held_blocks",
         "joined",
         "last_token_at",
         "leg_id",
@@ -96,6 +97,8 @@ class Sequence:
         """Of the prompt in the prefix cache when it was first scheduled; -1 before."""
         self.matched = 0
         self.held: list[Unit] = []
+        """Units that it holds, and in the next line their blocks."""
+        self.held_blocks = 0
         self.private = 0
         """Blocks that it has besides its units."""
         self.joined = 0
@@ -113,4 +116,10 @@ class Sequence:
 
     @property
     def blocks_held(self) -> int:
-        return self.private + sum(unit.blocks for unit in self.held)
+        return self.private + self.held_blocks
+
+    def add(self, unit: Unit) -> None:
+        """Some of its private blocks became a unit."""
+        self.held.append(unit)
+        self.held_blocks += unit.blocks
+        self.private -= unit.blocks

@@ -45,6 +45,7 @@ def request(request_id: str, role: Role | None = Role.DECODE, handoff_id: str = 
         num_prompt_tokens=len(PROMPT),
         prompt_token_ids=PROMPT,
         cache_salt=None,
+        skip_reading_prefix_cache=False,
     )
 
 
@@ -119,6 +120,15 @@ def test_a_prompt_with_only_its_last_token_missing_loads_nothing(side: Scheduler
 def test_a_request_whose_load_the_scheduler_declines_is_recomputed(side: SchedulerSide) -> None:
     r = request("a")
     side.new_matched_tokens(r, 0)
+    side.allocated(r, blocks(1, 2, 3, 4), 0)
+    assert side.build_metadata(step()).drops == [("h", "not_allowed")]
+    assert side.take_reports()["h"].outcome is KvOutcome.RECOMPUTED
+
+
+def test_a_request_that_may_not_read_cached_kv_takes_none(side: SchedulerSide) -> None:
+    r = request("a")
+    r.skip_reading_prefix_cache = True
+    assert side.new_matched_tokens(r, 0) == (0, False)
     side.allocated(r, blocks(1, 2, 3, 4), 0)
     assert side.build_metadata(step()).drops == [("h", "not_allowed")]
     assert side.take_reports()["h"].outcome is KvOutcome.RECOMPUTED

@@ -84,3 +84,14 @@ def test_threads_get_each_item_once() -> None:
     takes = [inbox.take(i, 0.0, 9.0) for i in ids]
     sender.join()
     assert [take.result(timeout=5) for take in takes] == [int(i) for i in ids]
+
+
+def test_it_says_why_an_id_is_closed() -> None:
+    inbox: Inbox[int] = Inbox()
+    inbox.deliver("a", 1, 0.0, 1.0)
+    inbox.take("a", 0.0, 1.0)
+    assert inbox.refusal("a") == ""
+    inbox.close_id("a", "withdrawn")
+    assert inbox.refusal("a") == "withdrawn"
+    inbox.shut()
+    assert inbox.refusal("b") == "lost"

@@ -184,6 +184,60 @@ def test_withdrawing_ends_a_take_at_once(target: ObjectStoreEnd) -> None:
     assert time.monotonic() - began < 1
 
 
+def offer_what_never_comes(target: ObjectStoreEnd, handoff_ids: list[str]) -> None:
+    """Offers whose pages stay on their way, as those of a node that froze."""
+    import ray
+
+    never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
+    for handoff_id in handoff_ids:
+        encoded = msgspec.msgpack.encode(envelope(handoff_id))
+        assert ray.get(target._relay.publish.remote(handoff_id, encoded, [never], 60.0), timeout=20)
+    eventually(lambda: target.held() == len(handoff_ids))
+    _frozen.append(never)
+
+
+_frozen: list[Any] = []
+
+
+@pytest.fixture
+def thaw() -> Iterator[None]:
+    import ray
+
+    yield
+    while _frozen:
+        ray.cancel(_frozen.pop(), force=True)
+
+
+@pytest.mark.case("B12")
+def test_pages_of_a_frozen_node_hold_up_nobody_and_end_in_time(
+    source: ObjectStoreEnd, target: ObjectStoreEnd, thaw: None
+) -> None:
+    frozen = [f"frozen{number}" for number in range(20)]
+    offer_what_never_comes(target, frozen)
+    *cancelled, last = [target.take(handoff_id, 60.0) for handoff_id in frozen[:-1]] + [target.take(frozen[-1], 2.0)]
+    source.offer(target.address(), envelope("h"), memoryview(b"xyz"), 20.0).result(20)
+    assert bytes(target.take("h", 20.0).result(10).pages) == b"xyz"
+    for handoff_id, take in zip(frozen, cancelled, strict=False):
+        assert not take.done()
+        target.withdraw(handoff_id, "cancelled")
+        with pytest.raises(TransferFailed, match="cancelled"):
+            take.result(timeout=0)
+    with pytest.raises(TransferFailed, match="expired"):
+        last.result(10)
+    target.release("h")
+    eventually(lambda: target.held() == 0)
+
+
+def test_a_lease_counts_from_the_take(source: ObjectStoreEnd, target: ObjectStoreEnd, thaw: None) -> None:
+    began = time.monotonic()
+    take = target.take("slow", 3.0)
+    time.sleep(1.5)
+    offer_what_never_comes(target, ["slow"])
+    with pytest.raises(TransferFailed, match="expired"):
+        take.result(10)
+    assert 3.0 <= time.monotonic() - began < 5.5
+
+
 def test_closing_ends_everything(ray_address: str) -> None:
     end = ObjectStoreEnd(ray_address, "closing", receives=True)
     take = end.take("x", 60.0)

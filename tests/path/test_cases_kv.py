@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import aclosing
 
 import pytest
 
@@ -94,6 +95,21 @@ async def test_b16_kv_that_came_but_is_never_done_ends_with_its_lease(start: Sta
     asked = request(200)
     assert (await cluster.ask(asked)).tokens() == expected(asked)
     assert cluster.ingress.sink.by_label("fallbacks", "reason") == {"expired": 1}
+
+
+async def test_invariant_8_a_fallback_is_counted_when_the_client_leaves_after_the_first_token(start: Start) -> None:
+    cluster = await start(
+        prefill_faults=[Fault(stage="prefill_done", action="fail")], decode_settings=fast(decode_step_s=0.01)
+    )
+    asked = request(200, max_tokens=500)
+    async with aclosing(cluster.ingress.stream(asked)) as deltas:
+        await anext(deltas)
+    record = cluster.ingress.record(asked)
+    assert record.outcome == "cancelled"
+    assert record.kv
+    assert record.kv.outcome is KvOutcome.RECOMPUTED
+    assert cluster.ingress.sink.by_label("fallbacks", "reason") == {"prefill_EngineFailed": 1}
+    assert cluster.ingress.sink.by_label("handoffs", "outcome") == {"recomputed": 1}
 
 
 @pytest.mark.parametrize("stage", ["before_prefill", "mid_prefill", "prefill_done", "mid_transfer"])

@@ -94,7 +94,7 @@ async def test_kv_moves_and_the_answer_is_the_same(pair: Pair) -> None:
     assert (result.generated_tokens, result.token_id) == (1, expected(asked)[0])
     assert result.cached_tokens + result.computed_tokens == 100
     assert [delta.finished for delta in moved] == [False] * 7 + [True]
-    assert [delta.kv is not None for delta in moved] == [False] * 7 + [True]
+    assert [delta.kv for delta in moved] == [report, *[None] * 6, report]
     for ledger in (pair.prefill.sent, pair.decode.received):
         assert (ledger.counts().done, ledger.counts().bytes) == (1, report.bytes)
 

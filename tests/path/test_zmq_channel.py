@@ -20,10 +20,11 @@ import zmq.asyncio
 
 from pd_serve.errors import ReplicaLost
 from pd_serve.path import frames
+from pd_serve.path import pools as pools_module
 from pd_serve.path.channel import OnMessage, ReplicaWire
 from pd_serve.path.pools import Pools
 from pd_serve.path.zmq_channel import ChannelKeys, ZmqHub, ZmqIngressWire
-from pd_serve.types import ChoiceDelta, Delta, EngineStats, KvAddress, ReplicaInfo, ReplicaState, Role
+from pd_serve.types import ChoiceDelta, Delta, EngineStats, KvAddress, ReplicaInfo, ReplicaState, Request, Role
 
 KEYS = ChannelKeys.generate()
 
@@ -167,6 +168,7 @@ async def test_keys_are_not_shown() -> None:
 REPLICA = """
 import asyncio, sys, msgspec
 from pd_serve.path import frames
+from pd_serve.path import pools as pools_module
 from pd_serve.path.zmq_channel import ChannelKeys, ZmqHub
 from pd_serve.types import EngineStats
 
@@ -249,3 +251,50 @@ async def test_a_pool_reconnects_to_a_replica_that_comes_back() -> None:
     await pools.close()
     await again.close()
     context.destroy(linger=0)
+
+
+async def test_a_replica_that_falls_silent_is_given_up_and_returns_when_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Case B22 over real sockets: libzmq still answers heartbeats while the replica's own loop says nothing."""
+    for name, value in (("PING_S", 0.05), ("SUSPECT_AFTER_S", 0.2), ("LOST_AFTER_S", 0.5), ("RECONNECT_S", 0.05)):
+        monkeypatch.setattr(pools_module, name, value)
+    silent = False
+
+    def now_and_then(wire: ReplicaWire, message: frames.ToReplica) -> None:
+        if isinstance(message, frames.SubmitDecode):
+            wire.send(frames.Granted(message.request.id))
+        elif not silent:
+            answer(wire, message)
+
+    context = zmq.asyncio.Context()
+    async with hub(now_and_then) as address:
+        pools = Pools(lambda info: ZmqIngressWire(context, info.address, KEYS))
+        kv = KvAddress("none", "engine")
+        info = ReplicaInfo(id="d", role=Role.DECODE, version="v1", address=address, fingerprint="f", kv=kv)
+        pools.follow(Role.DECODE, [info])
+        await until(lambda: pools.view().decode[0].state is ReplicaState.READY)
+        async with pools.get("d").decode(Request(id="r", prompt_token_ids=(1,), max_tokens=1), None) as leg:
+            silent = True
+            with pytest.raises(ReplicaLost):
+                await asyncio.wait_for(anext(aiter(leg)), 5)
+        assert pools.view().decode[0].state is ReplicaState.SUSPECT
+        silent = False
+        await until(lambda: pools.view().decode[0].state is ReplicaState.READY)
+        await pools.close()
+    context.destroy(linger=0)
+
+
+async def test_an_ingress_that_vanished_is_noticed_by_the_next_message_to_it() -> None:
+    gone: list[str] = []
+    wires: list[ReplicaWire] = []
+    replica = ZmqHub("127.0.0.1", KEYS, lambda wire, message: wires.append(wire), on_gone=gone.append)
+    address = replica.start()
+    async with ingress(address) as wire:
+        wire.send(frames.Ping())
+        await until(lambda: bool(wires))
+    for _ in range(50):
+        wires[0].send(frames.Granted("r"))
+        await asyncio.sleep(0.02)
+    assert set(gone) == {wires[0].peer}
+    await replica.close()

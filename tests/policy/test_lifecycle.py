@@ -17,11 +17,15 @@ any_error = st.sampled_from(ALL)
 @pytest.mark.parametrize("error", [EngineFailed("x"), ReplicaLost("x"), Draining("x")])
 def test_a_replica_that_failed_or_leaves_is_not_asked_again(error: PdServeError) -> None:
     step = after_decode_failure(error, "d1", Progress(tried=frozenset({"d0"})))
-    assert step == Retry(Progress(retries=1, tried=frozenset({"d0", "d1"})), type(error).__name__)
+    assert step == Retry(Progress(1, frozenset({"d0", "d1"}), last_error=error), type(error).__name__)
 
 
-def test_want_of_room_waits_and_costs_no_retry() -> None:
-    assert after_decode_failure(Overloaded("full"), "d1", Progress(retries=MAX_RETRIES)) == Wait("decode_full")
+def test_want_of_room_asks_the_others_then_waits_and_costs_no_retry() -> None:
+    before = Progress(retries=MAX_RETRIES, tried=frozenset({"d0"}))
+    step = after_decode_failure(Overloaded("full"), "d1", before)
+    assert step == Retry(Progress(MAX_RETRIES, frozenset({"d0"}), refused=frozenset({"d1"})), "decode_full")
+    assert step.progress.avoid == {"d0", "d1"}
+    assert without_plan("no decode replica is ready", 1e9, 10.0, step.progress) == Wait("decode_full")
 
 
 @pytest.mark.parametrize("error", [e for e in ALL if not isinstance(e, EngineFailed | Draining | Overloaded)])
@@ -45,15 +49,20 @@ def test_attempts_are_bounded_whatever_happens(failures: list[PdServeError]) -> 
         if isinstance(step, Fail):
             assert step.error is error
             break
-        if isinstance(step, Retry):
-            assert len(step.progress.tried) == len(progress.tried) + 1
-            progress = step.progress
+        assert len(step.progress.avoid) == len(progress.avoid) + 1
+        progress = step.progress
     assert attempts <= MAX_RETRIES + 1
 
 
 def test_no_replica_is_waited_for_but_not_for_ever() -> None:
-    assert without_plan("there is no decode replica", 9.9, 10.0) == Wait("there is no decode replica")
-    step = without_plan("there is no decode replica", 10.0, 10.0)
+    assert without_plan("there is no decode replica", 9.9, 10.0, Progress()) == Wait("no_replica")
+    step = without_plan("there is no decode replica", 10.0, 10.0, Progress())
     assert isinstance(step, Fail)
     assert isinstance(step.error, NoReplica)
     assert step.error.retry_after_s == 10.0
+
+
+def test_when_all_that_were_tried_failed_the_client_hears_how() -> None:
+    failed = EngineFailed("it fell over")
+    step = without_plan("no decode replica is ready", 10.0, 10.0, Progress(1, frozenset({"d"}), last_error=failed))
+    assert step == Fail(failed)

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_serve.policy.routing import ROUTERS, NoPlan, RoutingRules, kv_share, least_loaded, prompt_backlog
+from pd_serve.policy.routing import ROUTERS, NoPlan, RoutingRules, fullness, least_loaded, prompt_backlog
 from pd_serve.types import (
     ClusterView,
     EngineStats,
@@ -96,9 +96,16 @@ def test_what_was_sent_since_the_last_report_counts() -> None:
 
 
 def test_promised_room_counts_as_used() -> None:
-    assert kv_share(decode("d", kv_tokens_used=100, reserved_tokens=400)) == 0.5
-    assert kv_share(decode("d", kv_tokens_used=100, reserved_tokens=400, own_kv_tokens=450)) == 0.5
+    assert fullness(decode("d", kv_tokens_used=100, reserved_tokens=400)) == 0.5
+    assert fullness(decode("d", kv_tokens_used=100, reserved_tokens=400, own_kv_tokens=450)) == 0.5
     assert prompt_backlog(prefill("p", waiting_prompt_tokens=10, own_prompt_tokens=40)) == 40
+
+
+def test_a_replica_without_a_free_sequence_is_full_however_little_kv_it_uses() -> None:
+    """Sixteen short requests fill one of sixteen sequences each; two long ones leave room."""
+    short, long = decode("d0", running=16, kv_tokens_used=50), decode("d1", running=2, kv_tokens_used=600)
+    assert fullness(short) > fullness(long)
+    assert chosen(view(short, long)).decode == "d1"
 
 
 def test_why_a_prompt_is_computed_where_it_decodes() -> None:
@@ -174,7 +181,7 @@ def test_a_plan_names_replicas_that_can_take_the_request(
     target = usable[made.decode]
     assert target.info.role is Role.DECODE
     assert made.reason
-    assert kv_share(target) == min(kv_share(r) for r in usable.values() if r.info.role is Role.DECODE)
+    assert fullness(target) == min(fullness(r) for r in usable.values() if r.info.role is Role.DECODE)
     if made.prefill is None:
         return
     source = usable[made.prefill]

@@ -118,6 +118,11 @@ class Running:
         everyone = [*self.replicas("prefill"), *self.replicas("decode")]
         return sum(replica["stats"].get(name, 0) for replica in everyone for name in names)
 
+    def replica_logs(self, deployment: str) -> list[str]:
+        """Lines of Serve's own log files of the replicas of a deployment."""
+        files = self._cluster.temp_dir.glob(f"session_2*/logs/serve/replica_pd_{deployment}_*.log")
+        return [line for file in files for line in file.read_text(errors="replace").splitlines()]
+
     def pids(self, deployment: str) -> list[int]:
         """Processes of the replicas of a deployment of this application."""
         below = psutil.Process(self._cluster._child.pid).children(recursive=True)

@@ -101,6 +101,20 @@ def test_metrics_are_beside_vllms(running: Running) -> None:
     assert any(line.startswith("http_requests_total") for line in lines)
 
 
+def test_each_request_is_a_line_of_the_ingress_log(running: Running) -> None:
+    answered = running.complete("a word that no log may hold: " + "xyzzy " * 20).json()["id"]
+
+    def lines() -> list[str]:
+        return [line for line in running.replica_logs("ingress") if f'"id":"{answered}' in line]
+
+    running.until(lines, 10)
+    (line,) = lines()
+    found = json.loads(line[line.index("{") :])
+    assert (found["event"], found["outcome"], found["output_tokens"]) == ("request", "ok", 8)
+    assert found["attempts"][0]["reason"]
+    assert not [line for line in running.replica_logs("ingress") if "xyzzy" in line]
+
+
 # ------------------------------------------------------------------------------------------------ errors
 
 

@@ -107,7 +107,7 @@ def run(cluster_spec, rows, look=None):
             assert look(cluster) == []
         assert cluster.clock.now < 2000.0, "requests are left"
     log.update(msgspec.json.encode(report(cluster)))
-    cluster.settle(12.0 + 15.0 + 2 * LEASE_S)  # the longest hang, silence, and leases
+    cluster.settle(9.0 + 15.0 + 2 * LEASE_S)  # the longest hang, silence, and leases
     return cluster, log.hexdigest()
 
 

@@ -80,7 +80,7 @@ def test_a_hung_prefill_replica_is_given_up_and_its_late_kv_changes_nothing():
     fault = strike("hang", Role.PREFILL, 0.01, seconds=20.0)
     cluster, (served,) = simulate(spec(faults=(fault,)), [request(prompt=2000)])
     assert (served.outcome, served.fallback) == ("ok", "prefill_ReplicaLost")
-    assert 12.0 < served.first_token < 14.0
+    assert 9.0 < served.first_token < 11.0
     cluster.settle(60.0)
     assert at_rest(cluster) == []
 

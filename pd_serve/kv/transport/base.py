@@ -42,11 +42,14 @@ class Transport(Protocol):
         ...
 
     def take(self, handoff_id: str, lease_s: float) -> Future[Payload]:
-        """The KV of a hand-off addressed to this end, once it is offered. Fails with `expired` after `lease_s`."""
+        """The KV of a hand-off addressed to this end, once it is offered and here.
+
+        Fails with `expired` after `lease_s`, counted from this call, in whatever state the hand-off then is.
+        """
         ...
 
     def withdraw(self, handoff_id: str, reason: str) -> None:
-        """End a `take` that will not be served, with `reason`, and refuse a later offer of this id. Idempotent."""
+        """End a `take` that is not done yet, with `reason`, and refuse a later offer of this id. Idempotent."""
         ...
 
     def release(self, handoff_id: str) -> None:

@@ -48,7 +48,7 @@ class Inbox(Generic[T]):
         """The item with this id, when it comes; TransferFailed when it is withdrawn, expired or was taken before."""
         future: Future[T] = Future()
         with self._lock:
-            refused = self._closed.get(handoff_id) or ("lost" if self._shut else "")
+            refused = self._refusal_locked(handoff_id)
             if handoff_id in self._waiting or handoff_id in self._taken:
                 refused = "taken"
             if not refused and handoff_id not in self._arrived:
@@ -70,8 +70,13 @@ class Inbox(Generic[T]):
         if waiter is not None:
             waiter.set_exception(TransferFailed(reason))
 
+    def refusal(self, handoff_id: str) -> str:
+        """Why this id is closed; empty while it is not."""
+        with self._lock:
+            return self._refusal_locked(handoff_id)
+
     def expire(self, now: float) -> list[str]:
-        """Close every id whose lease has ended, but for those already taken; returns them."""
+        """Close every id whose lease has ended, but for those already taken, whose end is their taker's care."""
         with self._lock:
             due = [i for i, (_, end) in self._waiting.items() if end <= now]
             due += [i for i, (_, end) in self._arrived.items() if end <= now]
@@ -101,6 +106,9 @@ class Inbox(Generic[T]):
             self._taken.clear()
         for waiter in waiters:
             waiter.set_exception(TransferFailed("lost"))
+
+    def _refusal_locked(self, handoff_id: str) -> str:
+        return self._closed.get(handoff_id) or ("lost" if self._shut else "")
 
     def _close_locked(self, handoff_id: str, reason: str) -> Future[T] | None:
         waiter = self._waiting.pop(handoff_id, None)

@@ -23,14 +23,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from pd_serve.errors import TransferFailed
 from pd_serve.kv.envelope import Envelope
 from pd_serve.kv.transport.base import Payload
+from pd_serve.kv.transport.fetches import Fetches
 from pd_serve.kv.transport.inbox import Inbox
 from pd_serve.kv.transport.relay import IDLE_S, NAMESPACE, Relay, relay_name
 from pd_serve.types import KvAddress
 
 logger = logging.getLogger(__name__)
 
-THREADS = 4
-"""Puts, publishes and gets that run at once."""
+OFFER_THREADS = 4
+"""Puts and publishes that run at once."""
+FETCH_THREADS = 64
+"""Gets that run at once. One of pages on a node that froze keeps its thread until its deadline."""
 MAX_PEERS = 256
 """Relays of peers that are remembered."""
 CALL_TIMEOUT_S = 10.0
@@ -42,7 +45,6 @@ EXPIRY_S = 1.0
 class _Arrival(msgspec.Struct, frozen=True):
     envelope: bytes
     ref: Any
-    lease_s: float
 
 
 def join(address: str) -> None:
@@ -75,7 +77,8 @@ class ObjectStoreEnd:
         self._inbox: Inbox[_Arrival] = Inbox()
         self._peers: OrderedDict[tuple[str, int], Any] = OrderedDict()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="pd-kv")
+        self._fetches: Fetches[_Arrival] = Fetches(_fetch, FETCH_THREADS)
+        self._pool = ThreadPoolExecutor(OFFER_THREADS, thread_name_prefix="pd-kv-offer")
         self._closed = threading.Event()
         self._relay: Any = None
         if receives:
@@ -96,7 +99,12 @@ class ObjectStoreEnd:
     # ------------------------------------------------------------------------------------ sending
 
     def offer(self, target: KvAddress, envelope: Envelope, pages: memoryview, lease_s: float) -> Future[None]:
-        return self._submit(self._offer, target, envelope, pages, lease_s)
+        try:
+            return self._pool.submit(_typed, self._offer, target, envelope, pages, lease_s)
+        except RuntimeError:  # closed
+            refused: Future[None] = Future()
+            refused.set_exception(TransferFailed("lost"))
+            return refused
 
     def _offer(self, target: KvAddress, envelope: Envelope, pages: memoryview, lease_s: float) -> None:
         ref = ray.put(np.frombuffer(pages, dtype=np.uint8))
@@ -128,22 +136,32 @@ class ObjectStoreEnd:
 
     def take(self, handoff_id: str, lease_s: float) -> Future[Payload]:
         payload: Future[Payload] = Future()
-        arrival = self._inbox.take(handoff_id, time.monotonic(), lease_s)
-        arrival.add_done_callback(lambda done: self._on_arrival(done, payload))
+        now = time.monotonic()
+        arrival = self._inbox.take(handoff_id, now, lease_s)
+        arrival.add_done_callback(lambda done: self._on_arrival(handoff_id, done, payload, now + lease_s))
         return payload
 
-    def _on_arrival(self, arrival: Future[_Arrival], payload: Future[Payload]) -> None:
+    def _on_arrival(
+        self, handoff_id: str, arrival: Future[_Arrival], payload: Future[Payload], deadline: float
+    ) -> None:
         if error := arrival.exception():
             payload.set_exception(error)
             return
-        fetched = self._submit(_fetch, arrival.result())
-        fetched.add_done_callback(lambda done: _copy_result(done, payload))
+        payload.add_done_callback(lambda done: self._on_fetched(handoff_id, done))
+        self._fetches.start(handoff_id, arrival.result(), payload, deadline)
+        if reason := self._inbox.refusal(handoff_id):  # closed between its arrival and the start of the fetch
+            self._fetches.end(handoff_id, reason)
+
+    def _on_fetched(self, handoff_id: str, payload: Future[Payload]) -> None:
+        if error := payload.exception():  # nothing to release
+            self._inbox.close_id(handoff_id, str(error))
 
     def withdraw(self, handoff_id: str, reason: str) -> None:
         self._inbox.close_id(handoff_id, reason)
+        self._fetches.end(handoff_id, reason)
 
     def release(self, handoff_id: str) -> None:
-        self._inbox.close_id(handoff_id, "released")
+        self.withdraw(handoff_id, "released")
 
     def held(self) -> int:
         return self._inbox.held()
@@ -165,11 +183,13 @@ class ObjectStoreEnd:
         for handoff_id, envelope, refs, lease_s in ray.get(
             self._relay.collect.remote(), timeout=IDLE_S + CALL_TIMEOUT_S
         ):
-            self._inbox.deliver(handoff_id, _Arrival(envelope, refs[0], lease_s), time.monotonic(), lease_s)
+            self._inbox.deliver(handoff_id, _Arrival(envelope, refs[0]), time.monotonic(), lease_s)
 
     def _expire_all(self) -> None:
         while not self._closed.wait(EXPIRY_S):
-            self._inbox.expire(time.monotonic())
+            now = time.monotonic()
+            self._inbox.expire(now)
+            self._fetches.expire(now)
 
     # ------------------------------------------------------------------------------------ both
 
@@ -178,17 +198,10 @@ class ObjectStoreEnd:
             return
         self._closed.set()
         self._inbox.shut()
+        self._fetches.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._relay is not None and ray.is_initialized():
             ray.kill(self._relay)
-
-    def _submit(self, work: Any, *args: Any) -> Future[Any]:
-        try:
-            return self._pool.submit(_typed, work, *args)
-        except RuntimeError:  # closed
-            refused: Future[Any] = Future()
-            refused.set_exception(TransferFailed("lost"))
-            return refused
 
 
 def _make_relay(engine_id: str, rank: int) -> Any:
@@ -202,9 +215,14 @@ def _make_relay(engine_id: str, rank: int) -> Any:
     return ray.remote(Relay).options(**options).remote()
 
 
-def _fetch(arrival: _Arrival) -> Payload:
+def _fetch(arrival: _Arrival, deadline: float) -> Payload:
+    payload: Payload = _typed(_get, arrival, deadline)
+    return payload
+
+
+def _get(arrival: _Arrival, deadline: float) -> Payload:
     try:
-        pages = ray.get(arrival.ref, timeout=arrival.lease_s)
+        pages = ray.get(arrival.ref, timeout=max(deadline - time.monotonic(), 0.0))
     except GetTimeoutError as error:
         raise TransferFailed("expired") from error
     return Payload(msgspec.msgpack.decode(arrival.envelope, type=Envelope), memoryview(pages))
@@ -222,12 +240,3 @@ def _typed(work: Any, *args: Any) -> Any:
         raise TransferFailed("lost") from error
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         raise TransferFailed("malformed") from error
-
-
-def _copy_result(done: Future[Payload], payload: Future[Payload]) -> None:
-    if done.cancelled():
-        payload.set_exception(TransferFailed("lost"))
-    elif error := done.exception():
-        payload.set_exception(error)
-    else:
-        payload.set_result(done.result())
