@@ -86,7 +86,7 @@ class KvBlocks:
         """Copy these blocks of all layers out. The blocks may be freed as soon as this returns."""
         first = self._layers[0]
         shape = (self.layers, len(block_ids), *self._page_shape)
-        index = torch.tensor(block_ids, dtype=torch.int64, device=first.device)
+        index = self._index(block_ids)
         if not first.is_cuda:
             host = torch.empty(shape, dtype=first.dtype)
             for layer, out in zip(self._layers, host, strict=True):
@@ -127,15 +127,19 @@ class KvBlocks:
         first = self._layers[0]
         source = torch.frombuffer(pages, dtype=torch.uint8).view(first.dtype)
         source = source.view(self.layers, blocks, *self._page_shape)[:, skip:]
-        index = torch.tensor(block_ids, dtype=torch.int64, device=first.device)
         if self._side is None:
-            self._put(source, index)
+            self._put(source, self._index(block_ids))
             return
         with torch.cuda.stream(self._side):
             if fence is not None:
                 self._side.wait_event(fence)
-            self._put(source.to(first.device), index)
+            self._put(source.to(first.device), self._index(block_ids))
         self._side.synchronize()
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """int64 [blocks] on the cache's device, without waiting for what the device computes."""
+        index = torch.tensor(block_ids, dtype=torch.int64, pin_memory=self._side is not None)
+        return index.to(self._layers[0].device, non_blocking=True)
 
     def _put(self, source: torch.Tensor, index: torch.Tensor) -> None:
         for layer, pages in zip(self._layers, source, strict=True):

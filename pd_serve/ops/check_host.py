@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -24,10 +25,29 @@ def this_machine() -> list[Node]:
 
 
 def _gpus() -> int:
+    return len(visible_gpus())
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES lists them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in {"", "-1", "NoDevFiles"}])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+        return [part.strip() for part in visible.split(",") if part.strip() not in {"", "-1", "NoDevFiles"}]
+    numbers = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*")]
+    return sorted((number for number in numbers if number.isdigit()), key=int)
+
+
+def spare_gpus(app: AppConfig, visible: Sequence[str]) -> tuple[int | None, dict[str, str]]:
+    """How to run `app` and another process side by side on the GPUs of this machine.
+
+    Returns:
+        How many GPUs Ray may use (None: all), and the environment of the other process: its GPUs are the ones that are
+        left. Where none is left it shares those of the app.
+    """
+    needed = math.ceil(sum(pool.replicas * pool.num_gpus for pool in app.pools.values()))
+    if not needed or needed >= len(visible):
+        return None, {}
+    return needed, {"CUDA_VISIBLE_DEVICES": ",".join(visible[needed:])}
 
 
 def resource_mistakes(app: AppConfig, nodes: Sequence[Node]) -> Iterator[tuple[KeyPath, str]]:
@@ -46,7 +66,7 @@ def resource_mistakes(app: AppConfig, nodes: Sequence[Node]) -> Iterator[tuple[K
         for resource in ("CPU", "GPU"):
             yield from _in_all(groups, nodes, resource)
     for role, pool in app.pools.items():
-        if 0 < pool.num_gpus < pool.tensor_parallel_size:
+        if 0 < pool.num_gpus < pool.tensor_parallel_size and pool.tensor_parallel_size > 1:
             text = f"is {pool.num_gpus:g}, less than tensor_parallel_size {pool.tensor_parallel_size}"
             yield (role, "num_gpus"), text
 

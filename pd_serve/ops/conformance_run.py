@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from pd_serve.gateway.keys import load_keys
 from pd_serve.model_dir import is_hub_name, resolve_model
 from pd_serve.ops.ask import wait_ready
 from pd_serve.ops.check import check
+from pd_serve.ops.check_host import spare_gpus, visible_gpus
 from pd_serve.ops.conformance import Report, compare
 from pd_serve.ops.conformance_cases import Case, block_edge_cases
 from pd_serve.ops.local_cluster import LocalCluster, free_port
@@ -32,12 +34,16 @@ SHOWN = 20
 
 
 @contextmanager
-def reference_of(app: AppConfig, port: int, log: Path) -> Iterator[str]:
-    """vLLM's own server with the engine arguments of the application's decode pool, without any hand-off."""
+def reference_of(app: AppConfig, port: int, log: Path, env: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
+    """vLLM's own server with the engine arguments of the application's decode pool, without any hand-off.
+
+    Args:
+        env: what its environment has beside the pool's.
+    """
     model = resolve_model(app.model.path)
     arguments = {**engine_args(app, Role.DECODE, model=model, kv=None), **app.model.frontend_args}
-    env = environment(app, Role.DECODE, offline=not is_hub_name(app.model.path))
-    with reference_server(arguments, app.model.served_name, port, env, log) as base_url:
+    pool_env = environment(app, Role.DECODE, offline=not is_hub_name(app.model.path))
+    with reference_server(arguments, app.model.served_name, port, {**pool_env, **env}, log) as base_url:
         yield base_url
 
 
@@ -64,9 +70,10 @@ def run_managed(config: str, seed: int | None, console: Console, *, quick: bool)
     with ExitStack() as running:
         directory = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="pd-conf-")))
         with console.status("starting pd_serve and vLLM's own server"):
-            cluster = LocalCluster(serve, env=env)
+            num_gpus, beside = spare_gpus(app, visible_gpus())
+            cluster = LocalCluster(serve, num_gpus=num_gpus, env=env)
             running.callback(cluster.stop)
-            reference = running.enter_context(reference_of(app, free_port(), directory / "vllm.log"))
+            reference = running.enter_context(reference_of(app, free_port(), directory / "vllm.log", beside))
             cluster.wait_running()
             base_url = f"http://127.0.0.1:{port}"
             wait_ready(base_url, 300.0, lambda: None)

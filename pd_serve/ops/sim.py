@@ -94,6 +94,24 @@ class Outputs:
     """Show a table by time."""
 
 
+def overrides(settings: Iterable[str]) -> dict[str, Any]:
+    """Single options as a command line gives them: `name=value`, dots for what lies inside, values in YAML.
+
+    Raises:
+        ConfigError: one has no `=`, or its value is not YAML.
+    """
+    found = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"{setting}: must be name=value")
+        try:
+            found[name] = msgspec.yaml.decode(value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{setting}: {error}") from error
+    return found
+
+
 @dataclass(frozen=True)
 class Settings:
     """The simulator's options: a YAML file, and single ones on top."""

@@ -28,6 +28,11 @@ class LocalRay:
     """0 lets Ray choose; another is known before Ray's processes start, so they inherit RAY_ADDRESS."""
 
 
+INGRESS_PORTS = range(20_000, 30_000)
+"""Below the ports that Linux gives to outgoing connections."""
+INGRESS_PORTS_EACH = 50
+
+
 def local_environment(local: LocalRay) -> dict[str, str]:
     """Prepare the temp dir, and say which environment a private Ray needs.
 
@@ -56,6 +61,11 @@ def local_environment(local: LocalRay) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TMPDIR": str(temp / "tmp"),
     }
+    # Ports of ingress replicas are given out from 30000 on by every Serve alone: on one machine, two of them would send
+    # their clients to each other's replicas for a moment.
+    first = INGRESS_PORTS.start + INGRESS_PORTS_EACH * secrets.randbelow(len(INGRESS_PORTS) // INGRESS_PORTS_EACH)
+    env["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
+    env["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + INGRESS_PORTS_EACH)
     ports = {"METRICS": local.metrics_port, "STATS": local.stats_port}
     env |= {f"RAY_SERVE_HAPROXY_{name}_PORT": str(port) for name, port in ports.items() if port}
     if local.gcs_port:

@@ -159,7 +159,8 @@ class Cluster:
         wait = self.spec.control.membership_s if self.clock.now else 0.0
         for ingress in self.ingresses:
             self.clock.after(wait, ingress.follow, replica.info)
-        # The first report answers the ingress's first message.
+        replica.report([])
+        # The first answer is to the ingress's first message.
         self.clock.after(wait + self.spec.links.wire_s, replica.report, self.ingresses)
         self.clock.after(self._phases.random() * self.spec.path.live.stats_period_s, self._report, replica)
 

@@ -37,7 +37,7 @@ class KvSide:
         """Sequences that wait for KV, by hand-off."""
         self.sending = 0
         """Transfers under way from here."""
-        self.inbox: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self.inbox: dict[str, tuple[float, int]] = {}
         """KV that came before it was asked for: when its lease ends, and its bytes."""
         self._over: OrderedDict[str, str] = OrderedDict()
         """Hand-offs that are over, or were withdrawn, and why."""
@@ -56,15 +56,15 @@ class KvSide:
         overheads = self._profile.overheads
         arrives = self._network.move(self._replica.place, attempt.decode_on.place, nbytes)
         arrives += overheads.handoff_s + nbytes * overheads.handoff_byte_s
-        self._clock.at(arrives, self._sent, handoff.id, attempt.decode_on, nbytes)
+        self._clock.at(arrives, self._sent, handoff, attempt.decode_on, nbytes)
 
-    def _sent(self, handoff_id: str, target: Replica, nbytes: int) -> None:
+    def _sent(self, handoff: Handoff, target: Replica, nbytes: int) -> None:
         if not self._replica.alive:
-            target.deliver(target.kv.lost, handoff_id)
+            target.deliver(target.kv.lost, handoff.id)
         elif not target.alive:
-            self.gives.fail(handoff_id, self._clock.now, "unreachable")
+            self.gives.fail(handoff.id, self._clock.now, "unreachable")
         else:
-            target.deliver(target.kv.arrives, handoff_id, nbytes, self._replica)
+            target.deliver(target.kv.arrives, handoff, nbytes, self._replica)
 
     # ------------------------------------------------------------------------------------ decode
 
@@ -83,14 +83,14 @@ class KvSide:
         self.takes.cancel(handoff_id, self._clock.now, "prefix_hit")
         self._close(handoff_id, "prefix_hit")
 
-    def arrives(self, handoff_id: str, nbytes: int, source: Replica) -> None:
+    def arrives(self, handoff: Handoff, nbytes: int, source: Replica) -> None:
         """All of a hand-off's KV is here."""
         if source.alive:
-            source.kv.gives.done(handoff_id, self._clock.now)
-        if handoff_id in self.loads:
-            self._done(handoff_id, nbytes)
-        elif handoff_id not in self._over:
-            self.inbox[handoff_id] = (self._clock.now + self._rules.lease_s, nbytes)
+            source.kv.gives.done(handoff.id, self._clock.now)
+        if handoff.id in self.loads:
+            self._done(handoff.id, nbytes)
+        elif handoff.id not in self._over:
+            self.inbox[handoff.id] = (self._clock.now + handoff.lease_s, nbytes)
 
     def lost(self, handoff_id: str) -> None:
         """The source died while it sent."""
@@ -142,8 +142,8 @@ class KvSide:
             sequence = self.loads.pop(closed.id)
             self._close(closed.id, closed.reason)
             self._replica.load_over(sequence, closed.reason)
-        while self.inbox and next(iter(self.inbox.values()))[0] <= now:
-            self._close(next(iter(self.inbox)), "expired")
+        for handoff_id in [handoff_id for handoff_id, (ends, _) in self.inbox.items() if ends <= now]:
+            self._close(handoff_id, "expired")
 
     def clear(self) -> None:
         """The process is gone."""

@@ -73,6 +73,7 @@ class Replica:
         self.draining = False
         self._stalled: deque[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
         """What arrived while the process stood still."""
+        self._sample: Answer | None = None
         self.hit_tokens = 0
         self.prompt_tokens = 0
 
@@ -239,20 +240,19 @@ class Replica:
             self.kv.cancel(attempt.handoff.id)
 
     def answer(self) -> Answer | None:
-        """What it says of itself; None when the process is gone or stands still."""
-        if not self.alive or self._stalled is not None:
-            return None
-        self.room.expire(self._clock.now)
-        return self.info.id, self.stats(), self.draining
+        """To a ping: its last report. None when the process is gone or stands still."""
+        return self._sample if self.alive and self._stalled is None else None
 
     def report(self, ingresses: list[Ingress]) -> EngineStats | None:
         """Expire what is due, and tell every ingress the counts. None when the process is gone or stands still."""
-        answer = self.answer()
-        if answer is None:
+        if not self.alive or self._stalled is not None:
             return None
+        self.room.expire(self._clock.now)
         self.kv.expire()
-        self._tell(_heard, ingresses, answer)
-        return answer[1]
+        stats = self.stats()
+        self._sample = (self.info.id, stats, self.draining)
+        self._tell(_heard, ingresses, self._sample)
+        return stats
 
     # ------------------------------------------------------------------------------------ ends and faults
 

@@ -156,7 +156,7 @@ class Run:
                 prompt_hash=b"",
                 source=prefill_on.info.kv,
                 target=decode_on.info.kv,
-                lease_s=ingress.rules.lease_s,
+                lease_s=min(ingress.rules.lease_s, self._first_token_left()),
             )
         attempt = Attempt(self, self._number, plan, decode_on, prefill_on, handoff, ingress.clock.now)
         attempt.kv_tokens = self.prompt_tokens + self.max_tokens
@@ -202,6 +202,8 @@ class Run:
         self.first_token_at = self._ingress.clock.now
         self._progress = msgspec.structs.replace(self._progress, emitted_tokens=1)
         self._ingress.got_first_token(self)
+        if attempt.prefill_runs and not attempt.moved_bytes:  # decode has the prompt without it
+            self._abort_prefill(attempt)
 
     def finished(self, attempt: Attempt, preempted: int) -> None:
         if attempt.over:
@@ -226,25 +228,33 @@ class Run:
 
     def _end_attempt(self, attempt: Attempt, abort_decode: bool) -> None:
         """Abort what still runs of it."""
-        if attempt.prefill_runs and attempt.prefill_on is not None:
-            self._ingress.end_prefill(attempt)
-            self._ingress.send(attempt.prefill_on, attempt.prefill_on.abort, f"{self.id}.{attempt.number}p")
+        if attempt.prefill_runs:
+            self._abort_prefill(attempt)
         if abort_decode:
             self._ingress.send(attempt.decode_on, attempt.decode_on.abort, f"{self.id}.{attempt.number}d")
         attempt.over = True
         self._ingress.end(attempt)
 
+    def _abort_prefill(self, attempt: Attempt) -> None:
+        self._ingress.end_prefill(attempt)
+        if attempt.prefill_on is not None:
+            self._ingress.send(attempt.prefill_on, attempt.prefill_on.abort, f"{self.id}.{attempt.number}p")
+
     # ------------------------------------------------------------------------------------ wait, end
 
     def _wait(self) -> None:
         """Look again when something changed."""
-        now, rules = self._ingress.clock.now, self._ingress.rules
-        left = self.arrived + min(rules.first_token_timeout_s, rules.total_timeout_s) - now
+        left = self._first_token_left()
         if left <= 0:
             self.fail(DeadlineExceeded("the request's time budget ran out while it waited"))
             return
         self.waits += 1
-        self._ingress.wait(self, min(left, rules.live.wait_s))
+        self._ingress.wait(self, min(left, self._ingress.rules.live.wait_s))
+
+    def _first_token_left(self) -> float:
+        """Seconds until it must have its first token."""
+        rules = self._ingress.rules
+        return self.arrived + min(rules.first_token_timeout_s, rules.total_timeout_s) - self._ingress.clock.now
 
     def out_of_time(self) -> None:
         """A deadline passed."""

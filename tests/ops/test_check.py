@@ -12,7 +12,7 @@ from pd_serve.config import AppConfig
 from pd_serve.errors import ConfigError
 from pd_serve.ops.check import check
 from pd_serve.ops.check_args import argument_mistakes
-from pd_serve.ops.check_host import port_problem, resource_mistakes, this_machine
+from pd_serve.ops.check_host import port_problem, resource_mistakes, spare_gpus, this_machine
 from pd_serve.ops.check_model import longest, model_mistakes
 from pd_serve.ops.local_cluster import free_port
 
@@ -227,7 +227,25 @@ class TestResources:
         found = self.found([{"CPU": 8.0, "GPU": 8.0}], decode={"num_gpus": 2.0, "tensor_parallel_size": 4})
         assert found == ["decode.num_gpus: is 2, less than tensor_parallel_size 4"]
 
+    def test_replicas_may_share_a_gpu(self) -> None:
+        half = {"num_gpus": 0.5}
+        assert not self.found([{"CPU": 8.0, "GPU": 1.0}], prefill=half, decode=half)
+
     def test_this_machine_holds_the_demo(self) -> None:
         checked = check("configs/local.yaml", nodes=[{"CPU": 2.0}], serve_schema=False, model=False)
         assert checked.app.ingress.num_cpus < 1
         assert this_machine()[0]["CPU"] >= 1
+
+
+class TestGpusOfAnotherProcess:
+    def test_it_gets_those_that_the_app_does_not_need(self) -> None:
+        app = config(prefill={"num_gpus": 1.0}, decode={"num_gpus": 2.0, "tensor_parallel_size": 2})
+        assert spare_gpus(app, ["0", "1", "4", "5"]) == (3, {"CUDA_VISIBLE_DEVICES": "5"})
+
+    def test_it_shares_them_where_none_is_left(self) -> None:
+        app = config(prefill={"num_gpus": 0.5}, decode={"num_gpus": 0.5})
+        assert spare_gpus(app, ["0"]) == (None, {})
+        assert spare_gpus(app, ["0", "1"]) == (1, {"CUDA_VISIBLE_DEVICES": "1"})
+
+    def test_an_app_without_gpus_leaves_everything_as_it_is(self) -> None:
+        assert spare_gpus(config(), ["0", "1"]) == (None, {})

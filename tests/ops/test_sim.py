@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from pd_serve.errors import ConfigError
-from pd_serve.ops.sim import ARRIVALS, WORKLOADS, Load, Outputs, Settings, sim
+from pd_serve.ops.sim import ARRIVALS, WORKLOADS, Load, Outputs, Settings, overrides, sim
 from pd_serve.sim.outcome import Served
 from pd_serve.sim.report import Report
 
@@ -65,6 +65,18 @@ def test_a_workload_is_simulated_and_written_down(config, tmp_path):
 def test_every_workload_runs_with_every_kind_of_arrival(config, workload, arrivals):
     load = Load(workload=workload, arrivals=arrivals, requests=20, rate=2.0)
     assert sum(sim(config, load, Settings(), Outputs(), console()).outcomes.values()) == 20
+
+
+def test_single_options_are_yaml_by_name():
+    assert overrides(["seed=3", "slo.ttft_s=0.5", "profile=mine", "replicas={prefill: 2}"]) == {
+        "seed": 3,
+        "slo.ttft_s": 0.5,
+        "profile": "mine",
+        "replicas": {"prefill": 2},
+    }
+    for wrong in ("seed", "seed=["):
+        with pytest.raises(ConfigError, match="seed"):
+            overrides([wrong])
 
 
 def test_options_come_from_a_file_and_from_single_ones(config, tmp_path):
