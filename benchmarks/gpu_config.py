@@ -15,20 +15,20 @@ SHARED_UTILIZATION = 0.2
 
 
 def gpu_config(
-    model: Path, gpus: int, kv_cache_gib: float, *, load_format: str = "auto", **sections: dict[str, Any]
+    directory: Path, gpus: int, kv_cache_gib: float, *, load_format: str = "auto", **sections: dict[str, Any]
 ) -> dict[str, Any]:
-    """The Serve config on a free port.
+    """The Serve config on a free port, for the model in `directory`, which is served under that directory's name.
 
     Args:
         gpus: with one, both engines share it.
         kv_cache_gib: KV cache of each engine. Fixed, because engines that start side by side on one GPU take each
             other's memory for their own.
-        sections: further keys of parts of `args`, such as `kv` or `decode`.
+        sections: further keys of parts of `args`, such as `kv` or `model`.
     """
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
     config["http_options"]["port"] = free_port()
     args = config["applications"][0]["args"]
-    args["model"] |= {"path": str(model), "served_name": model.name}
+    args["model"] |= {"path": str(directory), "served_name": directory.name}
     args["model"]["engine_args"] = {"load_format": load_format}
     for role in ("prefill", "decode"):
         args[role]["num_gpus"] = 1 if gpus > 1 else 0.5

@@ -35,7 +35,7 @@ def demo_config(port: int) -> dict[str, Any]:
     return config
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     port, directory = free_port(), tmp_path_factory.mktemp("demo")
     config, log = directory / "float32.yaml", directory / "up.log"
@@ -68,26 +68,26 @@ def _wait_ready(process: subprocess.Popen[bytes], base_url: str, log: Path) -> N
     raise AssertionError(f"not ready: {log.read_text()[-3000:]}")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     args = AppConfig.model_validate(demo_config(free_port())["applications"][0]["args"])
     with reference_of(args, free_port(), tmp_path_factory.mktemp("reference") / "vllm.log") as base_url:
         yield Server(base_url, args.model.served_name)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model_config() -> dict[str, Any]:
     config: dict[str, Any] = json.loads(Path(resolve_model("demo"), "config.json").read_text())
     return config
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def eos_token_id(model_config: dict[str, Any]) -> int:
     eos = model_config["eos_token_id"]
     return int(eos[0] if isinstance(eos, list) else eos)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
     """K and V of every layer in float32."""
     heads, hidden = model_config["num_attention_heads"], model_config["hidden_size"]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
 B = 16
+KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 2
+"""Of the model `small`: layers, k and v, heads, head size, bytes of a number."""
 LENGTHS = [1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 200, 1500]
 
 
@@ -38,7 +40,7 @@ def test_one_request_alone_equals_one_engine(pair: GpuPair, length: int) -> None
     assert ids(deltas)[0] == prefilled.token_id
     blocks = -(-(length - 1) // B)
     assert outcome(deltas) == ("moved" if blocks else "local:prefix_hit")
-    assert deltas[-1].kv.bytes == prefilled.kv_bytes == blocks * 16 * 4 * 2 * 2 * 64 * 2  # tokens, layers, k/v, heads, d
+    assert deltas[-1].kv.bytes == prefilled.kv_bytes == blocks * B * KV_BYTES_PER_TOKEN
     assert pair.held() == [0, 0]
 
 

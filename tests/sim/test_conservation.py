@@ -1,7 +1,11 @@
 """Invariants 1 and 2, and determinism, over random small clusters with faults."""
 
 import hashlib
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 from hypothesis import HealthCheck, given, settings
@@ -124,3 +128,20 @@ def test_another_seed_gives_other_bytes():
     rows = [Arrival(at=0.01 * number, prompt_tokens=100, output_tokens=20) for number in range(50)]
     first, second = (run(spec(prefill=2, decode=2, ingresses=2, seed=seed), rows)[1] for seed in (1, 2))
     assert first != second
+
+
+def other_process() -> str:
+    """Digest of one run with faults; a test asks another process for it."""
+    rows = [Arrival(at=0.01 * number, prompt_tokens=50 + number, output_tokens=30) for number in range(200)]
+    broken = (
+        Fault(at=0.5, kind="kill", role=Role.DECODE, pick=1),
+        Fault(at=0.7, kind="kill", role=Role.PREFILL, pick=0),
+    )
+    return run(spec(prefill=3, decode=3, ingresses=3, faults=broken), rows)[1]
+
+
+def test_another_process_gives_the_same_bytes():
+    command = [sys.executable, "-c", "from tests.sim.test_conservation import other_process; print(other_process())"]
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(__file__).parents[2])}
+    asked = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert asked.stdout.strip() == other_process()
