@@ -40,7 +40,7 @@ def write(name: str, result: dict[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     head = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": versions(),

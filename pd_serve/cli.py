@@ -192,6 +192,59 @@ def rayservice(
 
 
 @app.command()
+def sim(
+    config: Config,
+    trace: Annotated[Path | None, typer.Option(help="Requests, in the format of Mooncake's traces.")] = None,
+    records: Annotated[Path | None, typer.Option(help="Requests, from a log of live records.")] = None,
+    workload: Annotated[str, typer.Option(help="Without a trace: chat, agent, rag or batch.")] = "chat",
+    arrivals: Annotated[str, typer.Option(help="poisson, gamma, modulated or day.")] = "poisson",
+    rate: Annotated[float, typer.Option(help="Requests a second (agent: sessions; day: at its peak).")] = 1.0,
+    requests: Annotated[int | None, typer.Option(help="At most so many. Default: all of a trace, else 1,000.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the generated workload and of the simulation.")] = 0,
+    options: Annotated[Path | None, typer.Option(help="The simulator's options, a YAML file.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="One option: profile=NAME, replicas.decode=8.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Write one JSON object a request.")] = None,
+    save_trace: Annotated[Path | None, typer.Option(help="Write the workload as a trace.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture over time (needs matplotlib).")] = None,
+    over_time: Annotated[bool, typer.Option("--over-time", help="Show a table by time.")] = False,
+) -> None:
+    """Simulate CONFIG under a workload, on virtual time, with the policies that serve.
+
+    Example: `pd-serve sim configs/local.yaml --workload chat --rate 2`
+    """
+    from pd_serve.ops.sim import Load, Outputs, Settings, overrides, sim
+
+    load = Load(trace, records, workload, arrivals, rate, requests, seed)
+    outputs = Outputs(report, log, plot, save_trace, over_time)
+    sim(config, load, Settings(options, {"seed": seed} | overrides(set_ or [])), outputs, out)
+
+
+@app.command()
+def profile(
+    config: Config,
+    output: Annotated[Path, typer.Option(help="File to write.")],
+    name: Annotated[str, typer.Option(help="The profile's name.")],
+    hardware: Annotated[str, typer.Option(help="What it was measured on.")],
+    pool: Annotated[str, typer.Option(help="Whose engine: prefill or decode.")] = "decode",
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+) -> None:
+    """Measure how long the steps of CONFIG's engine take, for the simulator. The engine runs alone, in this process.
+
+    Example: `pd-serve profile configs/local.yaml --output mine.json --name mine --hardware "2 cores"`
+    """
+    from pd_serve.ops.profile import profile
+    from pd_serve.types import Role
+
+    def say(line: str) -> None:
+        out.print(line, highlight=False, markup=False)
+
+    profile(config, Role(pool), name, hardware, output, seed, say)
+
+
+@app.command()
 def version() -> None:
     """Say which versions of pd_serve, Ray, vLLM and torch are installed.
 

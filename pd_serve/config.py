@@ -50,8 +50,8 @@ class Pool(Part):
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs that Ray reserves for each replica."""
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs that Ray reserves for each replica, for all its tensor-parallel workers together. Replicas with a fraction of
-    a GPU share one: give each its part of `gpu_memory_utilization`, or `kv_cache_memory_bytes` in `engine_args`."""
+    """GPUs that Ray reserves for each replica, for all its tensor-parallel workers together. Replicas with a fraction
+    of a GPU share one: give each its part of `gpu_memory_utilization`, or `kv_cache_memory_bytes` in `engine_args`."""
     tensor_parallel_size: Positive = 1
     """GPUs that one engine is split over."""
     max_num_seqs: Positive = 64
