@@ -63,6 +63,7 @@ def test_with_a_session_only_that_session_is_ended() -> None:
         processes.end_descendants(session=orphan.pid, grace_s=0.0)
         print(psutil.pid_exists(other.pid)) if (psutil := processes.psutil) else None
         other.kill()
+        other.wait()
     """)
     assert not psutil.pid_exists(int(pid))
     assert (alive, psutil.pid_exists(int(other))) == ("True", False)
