@@ -31,6 +31,8 @@ QUICK_PROMPTS = 20
 FULL_PROMPTS = 60
 """Each is asked 16 times: four lengths of answer, streamed or not, alone or among others."""
 SHOWN = 20
+EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
+"""On GPUs, kernels in Triton compute products of float32 in TF32 unless they are told otherwise."""
 
 
 @contextmanager
@@ -93,6 +95,10 @@ def in_float32(serve: dict[str, Any]) -> dict[str, Any]:
     """The same Serve config with the model in float32, in which batches do not change greedy answers."""
     application = serve["applications"][0]
     args = {**application["args"], "model": {**application["args"].get("model", {}), "dtype": "float32"}}
+    for role in ("prefill", "decode"):
+        pool = args.get(role, {})
+        if pool is not None:
+            args[role] = {**pool, "env": {**EXACT_FLOAT32, **pool.get("env", {})}}
     return {**serve, "applications": [{**application, "args": args}]}
 
 

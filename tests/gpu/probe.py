@@ -25,5 +25,5 @@ class Probe(KvExtension):
             "cudagraph_mode": worker.vllm_config.compilation_config.cudagraph_mode.name,
             "graphs": compilation_counter.num_cudagraph_captured,
             "expert_parallel": worker.parallel_config.enable_expert_parallel,
-            "experts_here": {weights.shape[0] for name, weights in parameters if name.endswith("w13_weight")},
+            "experts_here": sorted({weights.shape[0] for name, weights in parameters if name.endswith("w13_weight")}),
         }

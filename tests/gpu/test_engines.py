@@ -1,4 +1,4 @@
-"""Prefill and decode apart on CUDA: equal to one engine doing both, and the settings of a pool reach its engine."""
+"""Prefill and decode apart on CUDA, in float32: equal to one engine doing both, for any prompt and batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
 B = 16
-KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 2
+KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
 """Of the model `small`: layers, k and v, heads, head size, bytes of a number."""
 LENGTHS = [1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 200, 1500]
 
@@ -26,7 +26,7 @@ LENGTHS = [1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 200, 1500]
 def pair(ray_cluster: None, models: Path) -> Iterator[GpuPair]:
     from tests.gpu.gpu_pair import GpuPair, config, share_of_a_gpu
 
-    pair = GpuPair(config(models / "small", num_gpus=share_of_a_gpu()))
+    pair = GpuPair(config(models / "small", "float32", num_gpus=share_of_a_gpu()))
     yield pair
     pair.close()
 
@@ -63,15 +63,7 @@ def test_only_blocks_that_the_decode_engine_lacks_are_moved(pair: GpuPair) -> No
     assert (prefilled.cached_tokens, deltas[-1].kv.blocks) == (3 * B, 2)
 
 
-def test_enforce_eager_decides_on_graphs(pair: GpuPair) -> None:
-    eager, graphs = pair.probe(pair.prefill), pair.probe(pair.decode)
-    assert (eager["cudagraph_mode"], eager["graphs"]) == ("NONE", 0)
-    assert graphs["cudagraph_mode"] == "FULL_DECODE_ONLY"
-    assert graphs["graphs"] > 0
-
-
-def test_each_engine_sees_the_gpu_that_ray_gave_it(pair: GpuPair) -> None:
+def test_each_engine_has_the_gpu_that_ray_gave_it(pair: GpuPair) -> None:
     prefill, decode = pair.probe(pair.prefill), pair.probe(pair.decode)
-    assert (prefill["device"], decode["device"]) == ("cuda", "cuda")
     assert (prefill["visible"], decode["visible"]) == (1, 1)
     assert (prefill["uuid"] != decode["uuid"]) == (len(visible_gpus()) > 1)
